@@ -1,0 +1,1 @@
+"""The kvservice daemon: owns, moves and tiers KV-cache blocks."""

@@ -1,0 +1,1 @@
+"""Interfaces between the pure core and the world, with their value types."""

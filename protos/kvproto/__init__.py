@@ -1,0 +1,1 @@
+"""Generated messages and service stubs of the kv.v1 protocol."""
