@@ -1,0 +1,162 @@
+"""Finding slots: free ones, fresh segments, then the blocks least worth keeping.
+
+The order is: free slots of the pool; a segment that nobody has; the pool's own
+oldest blocks, or a whole segment of another pool whose newest use is older than
+those (else a size that was busy yesterday would hold its memory for ever). It is
+decided before anything is given up whether enough can be found: a request that
+fails costs nobody a block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvservice.core.books import Books, Tenant
+from kvservice.core.effects import LendSegment, NewsForTenant
+from kvservice.core.errors import ArenaFullError, QuotaExceededError
+from kvservice.core.history import FactKind
+from kvservice.core.limits import RETRY_AFTER_MS
+from kvservice.core.slot_pool import SlotPool, SlotState
+from kvservice.core.slots import I64
+
+
+def allocate(books: Books, pool: SlotPool, count: int) -> I64:
+    """Return `count` slots of `pool`, now RESERVED.
+
+    Raises:
+        QuotaExceededError, ArenaFullError: not enough can be freed now; nothing
+            was given up.
+    """
+    tenant = books.tenant(pool.tenant)
+    _make_quota(books, tenant, pool, count)
+    if pool.free_count < count:
+        _find_memory(books, pool, count)
+    return pool.take(count)
+
+
+def evict(books: Books, pool: SlotPool, indexes: I64) -> None:
+    """Make committed, unpinned slots free, and their keys invisible."""
+    if not len(indexes):
+        return
+    make_invisible(books, pool, indexes)
+    pool.move_generation(indexes)
+    pool.give_back(indexes)
+    books.evicted_count += len(indexes)
+
+
+def withdraw(books: Books, pool: SlotPool, indexes: I64) -> None:
+    """Make committed slots invisible; they are free when their last pin is gone."""
+    pinned = indexes[pool.pins[indexes] > 0]
+    evict(books, pool, indexes[pool.pins[indexes] == 0])
+    if len(pinned):
+        make_invisible(books, pool, pinned)
+        pool.state[pinned] = SlotState.EVICTING
+
+
+def make_invisible(books: Books, pool: SlotPool, indexes: I64) -> None:
+    """Take the keys of committed slots out of the directory, and tell it."""
+    tenant = books.tenant(pool.tenant)
+    spaces = pool.spaces[indexes]
+    tenant.directory.remove(pool.keys[indexes].tobytes(), spaces)
+    for space in np.unique(spaces).tolist():
+        keys = pool.keys[indexes[spaces == space]].tobytes()
+        tenant.history.append(
+            FactKind.REMOVED,
+            namespace_id=books.spaces.get(space).namespace_id,
+            space_id=space,
+            keys=keys,
+        )
+    books.effects.append(NewsForTenant(tenant.name))
+
+
+def _make_quota(books: Books, tenant: Tenant, pool: SlotPool, count: int) -> None:
+    """Evict the tenant's own blocks until the request fits its quota."""
+    excess = tenant.charged_bytes() + count * pool.slot_bytes - tenant.quota_bytes
+    if excess <= 0:
+        return
+    pools = [pool, *(other for other in tenant.pools.values() if other is not pool)]
+    evictable = sum(int(each.evictable().sum()) * each.slot_bytes for each in pools)
+    if evictable < excess:
+        raise QuotaExceededError(
+            f"tenant {tenant.name!r} asks for {count * pool.slot_bytes} bytes and may free "
+            f"{evictable} of the {tenant.charged_bytes()} it holds; its quota is "
+            f"{tenant.quota_bytes} bytes: release leases, or ask for a larger quota",
+            retry_after_ms=RETRY_AFTER_MS,
+        )
+    for each in pools:
+        if excess <= 0:
+            return
+        wanted = -(-excess // each.slot_bytes)
+        victims = each.policy.victims(wanted, each.evictable())
+        evict(books, each, victims)
+        excess -= len(victims) * each.slot_bytes
+
+
+def _find_memory(books: Books, pool: SlotPool, count: int) -> None:
+    while pool.free_count < count and books.free_segments and pool.slots_per_segment:
+        _lend(books, pool, books.free_segments.popleft())
+    missing = count - pool.free_count
+    if missing <= 0:
+        return
+    eligible = pool.evictable()
+    own = int(eligible.sum())
+    others = _segments_of_others(books, pool)
+    if own + len(others) * pool.slots_per_segment < missing:
+        raise ArenaFullError(
+            f"{count} slots of {pool.slot_bytes} bytes are asked for and "
+            f"{pool.free_count + own + len(others) * pool.slots_per_segment} can be freed of an "
+            f"arena of {books.limits.arena_bytes} bytes: the rest is reserved, leased or in "
+            "quarantine; retry, or store less at once",
+            retry_after_ms=RETRY_AFTER_MS,
+        )
+    while missing > 0 and others:
+        # A segment of another pool goes first if it was idle for longer than what
+        # this pool would have to give up, or if this pool has too little to give.
+        newest, victim, number = others[0]
+        if missing <= own and newest >= pool.policy.oldest(eligible):
+            break
+        _take_segment(books, victim, number)
+        _lend(books, pool, number)
+        others.pop(0)
+        missing -= pool.slots_per_segment
+        eligible = pool.evictable()
+    if missing > 0:
+        evict(books, pool, pool.policy.victims(missing, eligible))
+
+
+def _segments_of_others(books: Books, pool: SlotPool) -> list[tuple[int, SlotPool, int]]:
+    """List the segments of other pools that can be emptied now, idlest first."""
+    found = []
+    for number, owner in books.lent.items():
+        if owner is pool:
+            continue
+        slots = owner.segment_slots(number)
+        state = owner.state[slots]
+        idle = (state == SlotState.FREE) | (state == SlotState.COMMITTED)
+        if bool(idle.all()) and not owner.pins[slots].any():
+            found.append((owner.policy.newest(slots), owner, number))
+    found.sort(key=lambda entry: (entry[0], entry[2]))
+    return found
+
+
+def _take_segment(books: Books, owner: SlotPool, number: int) -> None:
+    slots = owner.segment_slots(number)
+    committed = np.flatnonzero(owner.state[slots] == SlotState.COMMITTED) + slots.start
+    evict(books, owner, committed)
+    owner.remove_segment(number)
+    del books.lent[number]
+
+
+def _lend(books: Books, pool: SlotPool, number: int) -> None:
+    page = books.memory.generations(number)
+    before = books.last_tenant.get(number)
+    if before is not None:
+        # The slots of the pool before began at other granules; readers that still
+        # hold one must find its generation moved, wherever it began.
+        page += np.uint64(1)
+    books.lent[number] = pool
+    books.last_tenant[number] = pool.tenant
+    pool.add_segment(number, page)
+    books.effects.append(
+        LendSegment(number, pool.tenant, must_scrub=before not in {None, pool.tenant})
+    )

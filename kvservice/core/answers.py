@@ -1,0 +1,94 @@
+"""What the state answers to an event; values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvservice.core.outcomes import ItemOutcome
+from kvservice.core.slots import U8, U64, Slots
+
+
+@dataclass(frozen=True, slots=True)
+class AttachAnswer:
+    """The session that the caller now has."""
+
+    token: bytes
+    session_id: int
+    is_resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAnswer:
+    """Handles of a namespace: one space for each part asked for."""
+
+    namespace_id: bytes
+    space_ids: tuple[int, ...]
+    identity_digest: bytes
+    shape_digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseAnswer:
+    """A lease over the first `keys_count` keys of the request."""
+
+    lease_id: int
+    keys_count: int
+    slots: Slots
+    remaining_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookupAnswer:
+    """outcomes: (keys,) uint8 of ItemOutcome: HIT, PENDING or MISS."""
+
+    outcomes: U8
+    prefix_count: int
+    lease: LeaseAnswer | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveAnswer:
+    """outcomes: (keys,) uint8: GRANTED, ALREADY_COMMITTED or PENDING.
+
+    slots: those of the granted keys, key-major. reservation_id is 0 when nothing
+    was granted.
+    """
+
+    reservation_id: int
+    outcomes: U8
+    slots: Slots
+    remaining_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitAnswer:
+    """Outcome DONE, by this call or by an earlier one."""
+
+    outcome: ItemOutcome
+    keys_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RenewAnswer:
+    """Outcomes, (n,) uint8 each, and the shortest time left among the renewed."""
+
+    lease_outcomes: U8
+    reservation_outcomes: U8
+    remaining_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeatAnswer:
+    """A renewal, and the ids whose memory this process may still touch."""
+
+    renewal: RenewAnswer
+    revoked_ids: U64
+
+
+@dataclass(frozen=True, slots=True)
+class TransferAnswer:
+    """Slots pinned for a transfer. slot_bytes: (slots,) uint64, payload of each."""
+
+    transfer_id: int
+    slots: Slots
+    block_bytes: U64

@@ -1,0 +1,45 @@
+"""What the state asks of the world; values only. Running one twice is harmless."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class Effect:
+    """Base of all effects."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LendSegment(Effect):
+    """A segment now serves a tenant: make it ready; scrub it if told.
+
+    Runs before any answer that names the segment leaves the daemon.
+    """
+
+    segment: int
+    tenant: str
+    must_scrub: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke(Effect):
+    """Tell a session that a reservation or lease of its engine has ended."""
+
+    token: bytes
+    capability_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession(Effect):
+    """A session has ended by silence: close what the edge holds for it."""
+
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NewsForTenant(Effect):
+    """The history of a tenant has grown: wake those who watch it."""
+
+    tenant: str

@@ -1,0 +1,192 @@
+"""What may happen to the state: one class per event, with the answer it gets.
+
+`KvState.handle(event, now_ns)` takes these. Keys travel packed (`bytes`, 32 per
+key), ids as integers, per-slot arrays key-major. `token` is the secret of the
+session on whose behalf the event comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from kvservice.core.answers import (
+    AttachAnswer,
+    BeatAnswer,
+    CommitAnswer,
+    LeaseAnswer,
+    LookupAnswer,
+    OpenAnswer,
+    RenewAnswer,
+    ReserveAnswer,
+    TransferAnswer,
+)
+from kvservice.core.outcomes import ItemOutcome
+from kvservice.core.representation import Identity, Part
+from kvservice.core.slots import I64, U8, U32, U64
+
+A = TypeVar("A", covariant=True)
+
+NO_IDS: U64 = np.empty(0, dtype=np.uint64)
+NO_U32: U32 = np.empty(0, dtype=np.uint32)
+
+
+class Event(Generic[A]):
+    """Base of all events; `A` is the type of the answer."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Attach(Event[AttachAnswer]):
+    """A client process arrives, or comes back with its token.
+
+    token: 16 fresh random bytes for a new session.
+    is_local: its death will be reported by SessionEnded; it needs no heartbeat.
+    """
+
+    tenant: str
+    engine_incarnation: bytes
+    client_name: str
+    token: bytes
+    resume_token: bytes
+    is_local: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded(Event[None]):
+    """The process is gone (or said good-bye): nothing of it touches memory now."""
+
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OpenNamespace(Event[OpenAnswer]):
+    """A session names the KV that it will read and write."""
+
+    token: bytes
+    identity: Identity
+    salt: bytes
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup(Event[LookupAnswer]):
+    """Which keys are committed in all spaces; with `ttl_ns`, lease the prefix.
+
+    ttl_ns: life of the lease; 0 asks for the default; None asks for no lease.
+    """
+
+    token: bytes
+    spaces: tuple[int, ...]
+    keys: bytes
+    ttl_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve(Event[ReserveAnswer]):
+    """Ask for the right to write; `ttl_ns` 0 asks for the default."""
+
+    token: bytes
+    request_id: bytes
+    spaces: tuple[int, ...]
+    keys: bytes
+    ttl_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(Event[CommitAnswer]):
+    """Make written blocks visible. checksums: (slots,) uint32."""
+
+    token: bytes
+    reservation_id: int
+    checksums: U32
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(Event[ItemOutcome]):
+    """Give a reservation up; the engine no longer writes to it."""
+
+    token: bytes
+    reservation_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire(Event[LeaseAnswer | None]):
+    """Lease the contiguous committed prefix; `ttl_ns` 0 asks for the default."""
+
+    token: bytes
+    spaces: tuple[int, ...]
+    keys: bytes
+    ttl_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renew(Event[RenewAnswer]):
+    """Prolong leases and reservations, (n,) uint64 each."""
+
+    token: bytes
+    lease_ids: U64
+    reservation_ids: U64
+    ttl_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Event[U8]):
+    """End leases; the engine no longer reads under them."""
+
+    token: bytes
+    lease_ids: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Beat(Event[BeatAnswer]):
+    """Heartbeat with renewals, acknowledgements and reports of use."""
+
+    token: bytes
+    lease_ids: U64
+    reservation_ids: U64
+    acknowledged_ids: U64
+    touched_segments: U32
+    touched_granules: U32
+
+
+@dataclass(frozen=True, slots=True)
+class Purge(Event[int]):
+    """Drop a namespace; answers the number of blocks that are no longer visible."""
+
+    token: bytes
+    namespace_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BeginTransfer(Event[TransferAnswer]):
+    """A wire is about to touch slots of a capability: pin them."""
+
+    token: bytes
+    capability_id: int
+    slot_indexes: I64
+    is_write: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EndTransfer(Event[None]):
+    """The wire no longer touches them; fails if the capability has ended since.
+
+    checksums: (slots,) uint32 of what arrived; None for a read or a failed one.
+    """
+
+    transfer_id: int
+    checksums: U32 | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drain(Event[None]):
+    """The daemon is about to stop: take no new work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick(Event[int | None]):
+    """Time has passed: expire what is due. Answers the next deadline, or None."""

@@ -1,0 +1,145 @@
+"""The rules that must never break, as one check of a whole state.
+
+Randomised tests call `check` after each step; it is slow and changes nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvservice.core.books import Books, Tenant
+from kvservice.core.errors import invariant
+from kvservice.core.row_table import RowTable
+from kvservice.core.slot_pool import SlotPool, SlotState
+from kvservice.core.state import KvState
+
+
+def check(state: KvState) -> None:
+    """Raise InvariantError, with the rule that is broken, unless all hold."""
+    books = state.books
+    for tenant in books.tenants.values():
+        for pool in tenant.pools.values():
+            _check_conservation(books, pool)
+        _check_visibility(tenant)
+        _check_quota(tenant)
+    _check_segments(books)
+    _check_pins(books)
+    _check_owners(books)
+
+
+def _check_conservation(books: Books, pool: SlotPool) -> None:
+    """Every slot is in one state, for each segment, and the free ones are listed once."""
+    for number in pool.segments:
+        state = pool.state[pool.segment_slots(number)]
+        counts = np.bincount(state, minlength=6)
+        invariant(
+            int(counts[: SlotState.ABSENT].sum()) == pool.slots_per_segment,
+            f"segment {number}: slot states {counts.tolist()} do not add up",
+        )
+        page = books.memory.generations(number)
+        shown = page[: pool.slots_per_segment * pool.slot_granules : pool.slot_granules]
+        invariant(
+            bool((shown == pool.generations[pool.segment_slots(number)]).all()),
+            f"segment {number}: the page of generations differs from the pool's",
+        )
+    free = pool.free_indexes()
+    invariant(len(np.unique(free)) == len(free), "a free slot is listed twice")
+    invariant(
+        bool((pool.state[free] == SlotState.FREE).all())
+        and int((pool.state == SlotState.FREE).sum()) == len(free),
+        "the list of free slots differs from their states",
+    )
+    invariant(not pool.pins[free].any(), "an allocatable slot is touched by somebody")
+    invariant(bool((pool.pins >= 0).all()), "a slot has fewer than no pins")
+
+
+def _check_visibility(tenant: Tenant) -> None:
+    """A key is visible exactly if its slot is committed; pending exactly if reserved."""
+    for table, state in (
+        (tenant.directory, SlotState.COMMITTED),
+        (tenant.pending, SlotState.RESERVED),
+    ):
+        slots = sum(int((pool.state == state).sum()) for pool in tenant.pools.values())
+        invariant(
+            len(table) == slots == _live_rows(table),
+            f"tenant {tenant.name!r}: {_live_rows(table)} rows, {len(table)} counted, "
+            f"for {slots} {state.name} slots",
+        )
+        for pool in tenant.pools.values():
+            _check_rows(table, pool, np.flatnonzero(pool.state == state))
+
+
+def _check_rows(table: RowTable, pool: SlotPool, indexes: np.ndarray) -> None:  # type: ignore[type-arg]
+    slots = pool.slots(indexes, with_checksums=False)
+    spaces = pool.spaces[indexes]
+    for space in np.unique(spaces).tolist():
+        here = spaces == space
+        located = table.find(pool.keys[indexes[here]].tobytes(), space)
+        invariant(
+            bool(located.found.all())
+            and bool((located.segments == slots.segments[here]).all())
+            and bool((located.granules == slots.granules[here]).all()),
+            f"a row of space {space} does not lead to the slot that holds its key",
+        )
+
+
+def _live_rows(table: RowTable) -> int:
+    return int((table.rows["space"] != 0).sum())
+
+
+def _check_quota(tenant: Tenant) -> None:
+    invariant(
+        tenant.charged_bytes() <= tenant.quota_bytes,
+        f"tenant {tenant.name!r} is charged {tenant.charged_bytes()} of {tenant.quota_bytes} bytes",
+    )
+
+
+def _check_segments(books: Books) -> None:
+    """Every segment is free or lent to one pool, which has it."""
+    numbers = sorted([*books.free_segments, *books.lent])
+    invariant(
+        numbers == list(range(books.limits.segments_count)), f"segments are {numbers}, not each once"
+    )
+    for number, pool in books.lent.items():
+        invariant(pool.has_segment(number), f"segment {number} is lent to a pool that lacks it")
+
+
+def _check_pins(books: Books) -> None:
+    """Pins are what leases, transfers and quarantines account for, slot by slot."""
+    expected: dict[int, np.ndarray] = {}  # type: ignore[type-arg]
+    pools = {id(pool): pool for tenant in books.tenants.values() for pool in tenant.pools.values()}
+    for key, pool in pools.items():
+        expected[key] = np.zeros(len(pool.state), dtype=np.int64)
+    batches = [lease.batch for lease in books.leases.values()]
+    batches += [transfer.batch for transfer in books.transfers.values()]
+    batches += [quarantine.batch for quarantine in books.quarantines.values()]
+    for batch in batches:
+        for group in batch.groups:
+            expected[id(group.pool)][group.indexes] += 1
+    for key, pool in pools.items():
+        invariant(bool((pool.pins == expected[key]).all()), "pins differ from their holders")
+    for quarantine in books.quarantines.values():
+        invariant(bool(quarantine.waiting), "a quarantine waits for nobody")
+        invariant(
+            quarantine.waiting <= books.sessions.keys(), "a quarantine waits for the dead"
+        )
+
+
+def _check_owners(books: Books) -> None:
+    """Reservations and leases belong to living sessions, and sessions know theirs."""
+    for session in books.sessions.values():
+        invariant(
+            session.reservations
+            == {r.reservation_id for r in books.reservations.values() if r.session is session},
+            "a session's reservations differ from the books'",
+        )
+        invariant(
+            session.leases == {x.lease_id for x in books.leases.values() if x.session is session},
+            "a session's leases differ from the books'",
+        )
+    owned = sum(len(s.leases) + len(s.reservations) for s in books.sessions.values())
+    invariant(owned == len(books.leases) + len(books.reservations), "something has no owner")
+    invariant(
+        len(books.leases) == books.leases_granted_count - books.leases_ended_count,
+        "leases held differ from those granted less those ended",
+    )

@@ -1,0 +1,200 @@
+"""Lookups and leases: GRANTED -> RELEASED | EXPIRED."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvservice.core import drains
+from kvservice.core.answers import BeatAnswer, LeaseAnswer, LookupAnswer, RenewAnswer
+from kvservice.core.batches import (
+    committed_mask,
+    committed_slots,
+    describe,
+    pending_mask,
+    pin,
+    prefix_length,
+)
+from kvservice.core.books import Books, Ended, Tenant
+from kvservice.core.errors import LimitReachedError
+from kvservice.core.events import Acquire, Beat, Lookup, Release, Renew
+from kvservice.core.limits import RETRY_AFTER_MS
+from kvservice.core.namespace import Space
+from kvservice.core.outcomes import ItemOutcome
+from kvservice.core.records import Lease, Session, SlotBatch
+from kvservice.core.row_table import KEY_BYTES
+from kvservice.core.slot_pool import SlotState
+from kvservice.core.slots import U8, U32, U64
+
+
+class LeaseDesk:
+    """Handles Lookup, Acquire, Renew, Release and Beat."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def lookup(self, event: Lookup, now: int) -> LookupAnswer:
+        """Say what is there, and lease the prefix if asked."""
+        books = self._books
+        session = books.session(event.token, now)
+        spaces = books.opened(session, event.spaces)
+        count = books.keys_count(event.keys)
+        tenant = books.tenant(session.tenant)
+        committed = committed_mask(tenant, spaces, event.keys)
+        outcomes = np.full(count, ItemOutcome.MISS, dtype=np.uint8)
+        if len(tenant.pending) and not committed.all():
+            outcomes[pending_mask(tenant, spaces, event.keys)] = ItemOutcome.PENDING
+        outcomes[committed] = ItemOutcome.HIT
+        prefix = prefix_length(committed)
+        lease = None
+        if event.ttl_ns is not None and prefix:
+            keys = event.keys[: prefix * KEY_BYTES]
+            lease = self._grant(session, tenant, spaces, keys, event.ttl_ns, now)
+        return LookupAnswer(outcomes, prefix, lease)
+
+    def acquire(self, event: Acquire, now: int) -> LeaseAnswer | None:
+        """Lease the contiguous committed prefix; None if its first key is missing."""
+        books = self._books
+        session = books.session(event.token, now)
+        spaces = books.opened(session, event.spaces)
+        books.keys_count(event.keys)
+        tenant = books.tenant(session.tenant)
+        prefix = prefix_length(committed_mask(tenant, spaces, event.keys))
+        if not prefix:
+            return None
+        keys = event.keys[: prefix * KEY_BYTES]
+        return self._grant(session, tenant, spaces, keys, event.ttl_ns, now)
+
+    def release(self, event: Release, now: int) -> U8:
+        """End leases by the engine's word; idempotent."""
+        books = self._books
+        session = books.session(event.token, now)
+        books.check_batch(len(event.lease_ids), "lease_ids")
+        outcomes = np.empty(len(event.lease_ids), dtype=np.uint8)
+        for index, lease_id in enumerate(event.lease_ids.tolist()):
+            lease = books.leases.get(lease_id)
+            if lease is not None and lease.session.engine == session.engine:
+                self._end(lease, ItemOutcome.ALREADY_RELEASED, set(), now)
+                outcomes[index] = ItemOutcome.DONE
+            else:
+                books.late_ends_count += 1
+                outcomes[index] = self._how_ended(lease_id, session)
+        return outcomes
+
+    def renew(self, event: Renew, now: int) -> RenewAnswer:
+        """Prolong leases and reservations, never shorten."""
+        books = self._books
+        session = books.session(event.token, now)
+        books.check_batch(len(event.lease_ids), "lease_ids")
+        books.check_batch(len(event.reservation_ids), "reservation_ids")
+        ttl = books.ttl_ns(event.ttl_ns)
+        return self._prolong(session, event.lease_ids, event.reservation_ids, ttl, now)
+
+    def beat(self, event: Beat, now: int) -> BeatAnswer:
+        """Renew, acknowledge and learn of use, in one event."""
+        books = self._books
+        session = books.session(event.token, now)
+        for name, ids in (
+            ("lease_ids", event.lease_ids),
+            ("reservation_ids", event.reservation_ids),
+            ("acknowledged_ids", event.acknowledged_ids),
+            ("touched_segments", event.touched_segments),
+        ):
+            books.check_batch(len(ids), name)
+        drains.acknowledge(books, session, event.acknowledged_ids.tolist())
+        self._touch(session, event.touched_segments, event.touched_granules)
+        ttl = books.limits.default_ttl_ns
+        renewal = self._prolong(session, event.lease_ids, event.reservation_ids, ttl, now)
+        return BeatAnswer(renewal, np.array(sorted(session.revoked), dtype=np.uint64))
+
+    def expire(self, lease: Lease, now: int) -> None:
+        """End a lease whose deadline has passed."""
+        waiting = self._books.local_processes(lease.session.engine, besides=b"")
+        self._end(lease, ItemOutcome.ALREADY_EXPIRED, waiting, now)
+
+    def lose(self, lease: Lease, now: int) -> None:
+        """End a lease whose session has ended."""
+        waiting = self._books.local_processes(lease.session.engine, besides=lease.session.token)
+        self._end(lease, ItemOutcome.ALREADY_EXPIRED, waiting, now)
+
+    def _grant(
+        self,
+        session: Session,
+        tenant: Tenant,
+        spaces: list[Space],
+        keys: bytes,
+        ttl_ns: int,
+        now: int,
+    ) -> LeaseAnswer:
+        books = self._books
+        if len(session.leases) >= books.limits.max_leases:
+            raise LimitReachedError(
+                f"the session holds {len(session.leases)} leases, which is the limit: release some",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        batch = committed_slots(books, tenant, spaces, keys)
+        return self._record(session, batch, len(keys) // KEY_BYTES, books.ttl_ns(ttl_ns), now)
+
+    def _record(
+        self, session: Session, batch: SlotBatch, keys_count: int, ttl_ns: int, now: int
+    ) -> LeaseAnswer:
+        books = self._books
+        for group in batch.groups:
+            group.pool.policy.touched(group.indexes)
+        pin(batch)
+        lease = Lease(books.mint(), session, batch, keys_count, now + ttl_ns)
+        books.leases[lease.lease_id] = lease
+        session.leases.add(lease.lease_id)
+        books.schedule(lease.deadline_ns, lease.lease_id)
+        books.leases_granted_count += 1
+        return LeaseAnswer(lease.lease_id, keys_count, describe(batch, with_checksums=True), ttl_ns)
+
+    def _end(self, lease: Lease, outcome: ItemOutcome, waiting: set[bytes], now: int) -> None:
+        books = self._books
+        del books.leases[lease.lease_id]
+        lease.session.leases.discard(lease.lease_id)
+        books.leases_ended_count += 1
+        books.note_end(lease.lease_id, Ended(outcome, lease.session.engine, lease.keys_count))
+        drains.disown_read(
+            books, lease.batch, capability_id=lease.lease_id, waiting=waiting, now=now
+        )
+
+    def _prolong(
+        self, session: Session, lease_ids: U64, reservation_ids: U64, ttl_ns: int, now: int
+    ) -> RenewAnswer:
+        books = self._books
+        deadline = now + ttl_ns
+        shortest = ttl_ns
+        lease_outcomes = np.full(len(lease_ids), ItemOutcome.DONE, dtype=np.uint8)
+        for index, lease_id in enumerate(lease_ids.tolist()):
+            lease = books.leases.get(lease_id)
+            if lease is None or lease.session.engine != session.engine:
+                lease_outcomes[index] = self._how_ended(lease_id, session)
+            else:
+                lease.deadline_ns = max(lease.deadline_ns, deadline)
+        reservation_outcomes = np.full(len(reservation_ids), ItemOutcome.DONE, dtype=np.uint8)
+        for index, reservation_id in enumerate(reservation_ids.tolist()):
+            reservation = books.reservations.get(reservation_id)
+            if reservation is None or reservation.session.engine != session.engine:
+                how = self._how_ended(reservation_id, session)
+                done = how == ItemOutcome.DONE
+                reservation_outcomes[index] = ItemOutcome.ALREADY_COMMITTED if done else how
+            else:
+                reservation.deadline_ns = max(reservation.deadline_ns, deadline)
+        return RenewAnswer(lease_outcomes, reservation_outcomes, shortest)
+
+    def _how_ended(self, handle: int, session: Session) -> ItemOutcome:
+        ended = self._books.ended.get(handle)
+        if ended is None or ended.engine != session.engine:
+            return ItemOutcome.UNKNOWN
+        return ended.outcome
+
+    def _touch(self, session: Session, segments: U32, granules: U32) -> None:
+        """Learn of directory reads; what names no committed slot is passed over."""
+        if not len(segments) or len(segments) != len(granules):
+            return
+        for pool in self._books.tenant(session.tenant).pools.values():
+            indexes = pool.indexes_of(segments, granules)
+            indexes = indexes[indexes >= 0]
+            indexes = indexes[pool.state[indexes] == SlotState.COMMITTED]
+            if len(indexes):
+                pool.policy.touched(indexes)

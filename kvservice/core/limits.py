@@ -1,0 +1,52 @@
+"""Bounds that one daemon keeps; values that never change during its life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SPACES_PER_CALL_LIMIT = 256
+"""Parts of one block in one call: more than the ranks of any known deployment."""
+
+SALT_BYTES_LIMIT = 256
+
+CLIENT_NAME_LIMIT = 128
+
+ENDED_LIMIT = 1 << 16
+"""Ends of reservations and leases that are remembered, so that a late second end
+answers ALREADY_...; at a thousand requests a second this is a minute."""
+
+RETRY_AFTER_MS = 50
+"""Hint for a full arena: a few round trips, far less than a lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds, with their units in their names.
+
+    default_ttl_ns, max_ttl_ms: life of reservations and leases.
+    heartbeat_timeout_ns: silence after which a remote session ends.
+    quotas_bytes: by tenant; a tenant without an entry may use the whole arena.
+    """
+
+    max_batch_keys: int = 16384
+    max_message_bytes: int = 16 << 20
+    default_ttl_ns: int = 10_000_000_000
+    max_ttl_ns: int = 60_000_000_000
+    renew_interval_ns: int = 3_000_000_000
+    heartbeat_timeout_ns: int = 10_000_000_000
+    max_sessions: int = 1024
+    max_reservations: int = 4096
+    max_leases: int = 16384
+    event_history_count: int = 65536
+    segment_bytes: int = 256 << 20
+    segments_count: int = 4
+    quotas_bytes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def arena_bytes(self) -> int:
+        """Size of the arena."""
+        return self.segments_count * self.segment_bytes
+
+    def quota_of(self, tenant: str) -> int:
+        """Bytes that the tenant may hold."""
+        return dict(self.quotas_bytes).get(tenant) or self.arena_bytes

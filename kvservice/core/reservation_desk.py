@@ -1,0 +1,340 @@
+"""Reservations: OPEN -> COMMITTED | ABORTED | EXPIRED."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from kvservice.core import drains
+from kvservice.core.allocation import allocate, withdraw
+from kvservice.core.answers import CommitAnswer, ReserveAnswer
+from kvservice.core.batches import (
+    committed_mask,
+    committed_slots,
+    describe,
+    pending_mask,
+    pick_keys,
+)
+from kvservice.core.books import Books, Ended, Tenant
+from kvservice.core.effects import NewsForTenant
+from kvservice.core.errors import (
+    ChecksumMismatchError,
+    DrainingError,
+    DuplicateKeyError,
+    InvalidFieldError,
+    KvError,
+    LimitReachedError,
+    NotOwnerError,
+    RequestIdReusedError,
+    ReservationAbortedError,
+    ReservationExpiredError,
+    ReservationUnknownError,
+)
+from kvservice.core.events import Abort, Commit, Reserve
+from kvservice.core.history import FactKind
+from kvservice.core.limits import RETRY_AFTER_MS
+from kvservice.core.namespace import Space
+from kvservice.core.outcomes import ItemOutcome
+from kvservice.core.records import Reservation, Session, SlotBatch, SlotGroup
+from kvservice.core.row_table import KEY_BYTES
+from kvservice.core.slot_pool import SlotState
+from kvservice.core.slots import U8, U32, Slots
+
+REQUEST_ID_BYTES = 16
+
+_NOTHING = Slots(
+    np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.uint64)
+)
+
+
+class ReservationDesk:
+    """Handles Reserve, Commit and Abort, and what ends a reservation otherwise."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def reserve(self, event: Reserve, now: int) -> ReserveAnswer:
+        """Grant the keys that are neither committed nor pending, or fail whole."""
+        books = self._books
+        session = books.session(event.token, now)
+        if len(event.request_id) != REQUEST_ID_BYTES:
+            raise InvalidFieldError(
+                f"request_id has {len(event.request_id)} bytes; it takes {REQUEST_ID_BYTES} random ones"
+            )
+        spaces = books.opened(session, event.spaces)
+        count = books.keys_count(event.keys)
+        ttl = books.ttl_ns(event.ttl_ns)
+        _check_unique(event.keys, count)
+        digest = hashlib.blake2b(
+            event.keys, key=repr(event.spaces).encode()[:64], digest_size=16
+        ).digest()
+        known = books.requests.get((session.engine, event.request_id))
+        if known is not None:
+            return self._again(books.reservations[known], digest, now)
+        if books.is_draining:
+            raise DrainingError("the daemon is stopping and takes no writes", retry_after_ms=1000)
+        if len(session.reservations) >= books.limits.max_reservations:
+            raise LimitReachedError(
+                f"the session holds {len(session.reservations)} reservations, which is the limit: "
+                "commit or abort some",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        tenant = books.tenant(session.tenant)
+        outcomes, granted = self._sort_out(tenant, spaces, event.keys, count)
+        if not granted.any():
+            return ReserveAnswer(0, outcomes, _NOTHING, 0)
+        keys = pick_keys(event.keys, granted)
+        batch = self._take_slots(tenant, spaces, keys)
+        reservation = Reservation(
+            reservation_id=books.mint(),
+            session=session,
+            request_id=event.request_id,
+            request_digest=digest,
+            spaces=event.spaces,
+            keys=keys,
+            outcomes=outcomes.tobytes(),
+            batch=batch,
+            deadline_ns=now + ttl,
+        )
+        books.reservations[reservation.reservation_id] = reservation
+        books.requests[(session.engine, event.request_id)] = reservation.reservation_id
+        session.reservations.add(reservation.reservation_id)
+        books.schedule(reservation.deadline_ns, reservation.reservation_id)
+        return self._answer(reservation, now)
+
+    def commit(self, event: Commit, now: int) -> CommitAnswer:
+        """Make the blocks visible, all parts of all keys at once."""
+        books = self._books
+        session = books.session(event.token, now)
+        books.check_life(event.reservation_id, "reservation_id")
+        reservation = books.reservations.get(event.reservation_id)
+        if reservation is None:
+            return self._committed_before(event.reservation_id, session)
+        if reservation.session.engine != session.engine:
+            raise NotOwnerError(
+                f"reservation {event.reservation_id} belongs to another engine; "
+                "only processes of the engine that reserved may commit"
+            )
+        if len(event.checksums) != reservation.batch.count:
+            raise InvalidFieldError(
+                f"checksums has {len(event.checksums)} entries for {reservation.batch.count} "
+                "granted slots; give one CRC32C for each"
+            )
+        self._check_arrived(reservation, event.checksums)
+        self._publish(reservation, event.checksums)
+        keys_count = len(reservation.keys) // KEY_BYTES
+        self._forget(reservation, ItemOutcome.DONE, keys_count)
+        return CommitAnswer(ItemOutcome.DONE, keys_count)
+
+    def abort(self, event: Abort, now: int) -> ItemOutcome:
+        """Give a reservation up; idempotent."""
+        books = self._books
+        session = books.session(event.token, now)
+        books.check_life(event.reservation_id, "reservation_id")
+        reservation = books.reservations.get(event.reservation_id)
+        if reservation is None:
+            ended = books.ended.get(event.reservation_id)
+            books.late_ends_count += 1
+            if ended is None or ended.engine != session.engine:
+                return ItemOutcome.UNKNOWN
+            if ended.outcome is ItemOutcome.DONE:
+                return ItemOutcome.ALREADY_COMMITTED
+            return ended.outcome
+        if reservation.session.engine != session.engine:
+            raise NotOwnerError(
+                f"reservation {event.reservation_id} belongs to another engine; "
+                "only processes of the engine that reserved may abort"
+            )
+        self._end(reservation, ItemOutcome.ALREADY_ABORTED, set(), now)
+        return ItemOutcome.DONE
+
+    def expire(self, reservation: Reservation, now: int) -> None:
+        """End a reservation whose deadline has passed."""
+        waiting = self._books.local_processes(reservation.session.engine, besides=b"")
+        self._end(reservation, ItemOutcome.ALREADY_EXPIRED, waiting, now)
+
+    def lose(self, reservation: Reservation, now: int) -> None:
+        """End a reservation whose session has ended."""
+        waiting = self._books.local_processes(
+            reservation.session.engine, besides=reservation.session.token
+        )
+        self._end(reservation, ItemOutcome.ALREADY_ABORTED, waiting, now)
+
+    def _again(self, reservation: Reservation, digest: bytes, now: int) -> ReserveAnswer:
+        if reservation.request_digest != digest:
+            raise RequestIdReusedError(
+                f"request_id {reservation.request_id.hex()} was used with other keys or spaces; "
+                "draw a fresh one for each request"
+            )
+        return self._answer(reservation, now)
+
+    def _answer(self, reservation: Reservation, now: int) -> ReserveAnswer:
+        return ReserveAnswer(
+            reservation.reservation_id,
+            np.frombuffer(reservation.outcomes, dtype=np.uint8),
+            describe(reservation.batch, with_checksums=False),
+            reservation.deadline_ns - now,
+        )
+
+    def _sort_out(
+        self, tenant: Tenant, spaces: list[Space], keys: bytes, count: int
+    ) -> tuple[U8, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+        """Outcome of each key, and which are granted."""
+        committed = committed_mask(tenant, spaces, keys)
+        pending = pending_mask(tenant, spaces, keys) & ~committed
+        outcomes = np.full(count, ItemOutcome.GRANTED, dtype=np.uint8)
+        outcomes[committed] = ItemOutcome.ALREADY_COMMITTED
+        outcomes[pending] = ItemOutcome.PENDING
+        if committed.any():
+            # Their chain is being extended: they must not be the victims of it.
+            there = committed_slots(self._books, tenant, spaces, pick_keys(keys, committed))
+            for group in there.groups:
+                group.pool.policy.touched(group.indexes)
+        return outcomes, ~(committed | pending)
+
+    def _take_slots(self, tenant: Tenant, spaces: list[Space], keys: bytes) -> SlotBatch:
+        books = self._books
+        count = len(keys) // KEY_BYTES
+        parts = len(spaces)
+        key_rows = np.frombuffer(keys, dtype=np.uint8).reshape(count, KEY_BYTES)
+        groups: list[SlotGroup] = []
+        try:
+            for part, space in enumerate(spaces):
+                pool = books.pool(tenant, space.slot_bytes)
+                indexes = allocate(books, pool, count)
+                groups.append(SlotGroup(pool, indexes, np.arange(part, count * parts, parts)))
+        except KvError:
+            for group in groups:
+                group.pool.give_back(group.indexes)
+            raise
+        for space, group in zip(spaces, groups, strict=True):
+            group.pool.keys[group.indexes] = key_rows
+            group.pool.spaces[group.indexes] = space.id
+            slots = group.pool.slots(group.indexes, with_checksums=False)
+            tenant.pending.insert(
+                keys,
+                space.id,
+                segments=slots.segments,
+                granules=slots.granules,
+                length_bytes=space.block_bytes,
+                checksums=group.pool.checksums[group.indexes],
+                generations=slots.generations,
+            )
+        return SlotBatch(tuple(groups), count * parts)
+
+    def _check_arrived(self, reservation: Reservation, checksums: U32) -> None:
+        """Hold the writer's checksums to those of the bytes that came over a wire."""
+        for index, arrived in reservation.arrived.items():
+            if int(checksums[index]) != arrived:
+                raise ChecksumMismatchError(
+                    f"slot {index} of reservation {reservation.reservation_id} arrived with CRC32C "
+                    f"{arrived:#010x}, the commit says {int(checksums[index]):#010x}: "
+                    "abort and write it again"
+                )
+
+    def _publish(self, reservation: Reservation, checksums: U32) -> None:
+        books = self._books
+        tenant = books.tenant(reservation.session.tenant)
+        count = len(reservation.keys) // KEY_BYTES
+        for space_id, group in zip(reservation.spaces, reservation.batch.groups, strict=True):
+            pool, indexes = group.pool, group.indexes
+            if len(reservation.spaces) > 1:
+                self._replace(tenant, reservation.keys, books.spaces.get(space_id))
+            sums = np.ascontiguousarray(checksums[group.positions], dtype=np.uint32)
+            pool.checksums[indexes] = sums
+            pool.state[indexes] = SlotState.COMMITTED
+            pool.policy.touched(indexes)
+            tenant.pending.remove(reservation.keys, np.full(count, space_id, dtype=np.uint32))
+            slots = pool.slots(indexes, with_checksums=False)
+            tenant.directory.insert(
+                reservation.keys,
+                space_id,
+                segments=slots.segments,
+                granules=slots.granules,
+                length_bytes=books.spaces.get(space_id).block_bytes,
+                checksums=sums,
+                generations=slots.generations,
+            )
+            tenant.history.append(
+                FactKind.COMMITTED,
+                namespace_id=books.spaces.get(space_id).namespace_id,
+                space_id=space_id,
+                keys=reservation.keys,
+            )
+        books.effects.append(NewsForTenant(tenant.name))
+
+    def _replace(self, tenant: Tenant, keys: bytes, space: Space) -> None:
+        """Drop the blocks that a batch of several parts writes anew.
+
+        A key is granted when any of its parts is missing, so some of its other
+        parts may be committed already.
+        """
+        mask = tenant.directory.find_mask(keys, space.id)
+        if not mask.any():
+            return
+        old = committed_slots(self._books, tenant, [space], pick_keys(keys, mask))
+        for group in old.groups:
+            withdraw(self._books, group.pool, group.indexes)
+
+    def _committed_before(self, reservation_id: int, session: Session) -> CommitAnswer:
+        """Answer a commit that comes after the end."""
+        ended = self._books.ended.get(reservation_id)
+        self._books.late_ends_count += 1
+        if ended is None:
+            raise ReservationUnknownError(
+                f"reservation {reservation_id} was never granted, or ended long ago; reserve again"
+            )
+        if ended.engine != session.engine:
+            raise NotOwnerError(f"reservation {reservation_id} belongs to another engine")
+        if ended.outcome is ItemOutcome.ALREADY_EXPIRED:
+            raise ReservationExpiredError(
+                f"reservation {reservation_id} expired before its commit; nothing is visible: "
+                "reserve again, and renew while writing takes long"
+            )
+        if ended.outcome is ItemOutcome.ALREADY_ABORTED:
+            raise ReservationAbortedError(
+                f"reservation {reservation_id} was aborted before its commit; nothing is visible"
+            )
+        return CommitAnswer(ItemOutcome.DONE, ended.keys_count)
+
+    def _end(
+        self, reservation: Reservation, outcome: ItemOutcome, waiting: set[bytes], now: int
+    ) -> None:
+        """End a reservation with nothing visible."""
+        books = self._books
+        tenant = books.tenant(reservation.session.tenant)
+        count = len(reservation.keys) // KEY_BYTES
+        for space_id in reservation.spaces:
+            tenant.pending.remove(reservation.keys, np.full(count, space_id, dtype=np.uint32))
+        self._forget(reservation, outcome, 0)
+        drains.disown_written(
+            books,
+            reservation.batch,
+            capability_id=reservation.reservation_id,
+            waiting=waiting,
+            now=now,
+        )
+
+    def _forget(self, reservation: Reservation, outcome: ItemOutcome, keys_count: int) -> None:
+        books = self._books
+        session = reservation.session
+        del books.reservations[reservation.reservation_id]
+        del books.requests[(session.engine, reservation.request_id)]
+        session.reservations.discard(reservation.reservation_id)
+        books.note_end(reservation.reservation_id, Ended(outcome, session.engine, keys_count))
+
+
+def _check_unique(keys: bytes, count: int) -> None:
+    seen = {keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)}
+    if len(seen) == count:
+        return
+    first: dict[bytes, int] = {}
+    for index in range(count):
+        key = keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+        if key in first:
+            raise DuplicateKeyError(
+                f"keys[{index}] is the same as keys[{first[key]}] ({key.hex()}); "
+                "name each key once in a batch"
+            )
+        first[key] = index

@@ -1,0 +1,146 @@
+"""The state of one daemon: events in, answers and effects out, one door.
+
+`handle` is the only place where state changes. It reads no clock (`now_ns` comes
+with each event, never going back), draws no randomness (tokens come with the
+events) and does no I/O (memory is given to it when it is built).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from kvservice.core import events
+from kvservice.core.books import ArenaMemory, Books, PolicyFactory, private_rows
+from kvservice.core.effects import Effect
+from kvservice.core.errors import invariant
+from kvservice.core.eviction import LeastRecentlyUsed
+from kvservice.core.lease_desk import LeaseDesk
+from kvservice.core.limits import Limits
+from kvservice.core.reservation_desk import ReservationDesk
+from kvservice.core.row_table import TableOperations
+from kvservice.core.session_desk import SessionDesk
+from kvservice.core.transfer_desk import TransferDesk
+
+A = TypeVar("A")
+
+_Handler = Callable[[Any, int], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Handled(Generic[A]):
+    """The answer to an event, and what it asks of the world, in order."""
+
+    answer: A
+    effects: tuple[Effect, ...]
+
+
+class KvState:
+    """Sessions, namespaces, slots, reservations, leases and transfers of a daemon.
+
+    life: 24 random bits, drawn at each start of the daemon.
+    server_key: at least 16 bytes, from which namespaces are derived.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        life: int,
+        memory: ArenaMemory,
+        operations: TableOperations,
+        server_key: bytes,
+        policy: PolicyFactory = LeastRecentlyUsed,
+    ) -> None:
+        self.books = Books(
+            limits,
+            life=life,
+            memory=memory,
+            operations=operations,
+            server_key=server_key,
+            policy=policy,
+            private_rows=private_rows,
+        )
+        self._reservations = ReservationDesk(self.books)
+        self._leases = LeaseDesk(self.books)
+        self._sessions = SessionDesk(self.books, self._reservations, self._leases)
+        self._transfers = TransferDesk(self.books)
+        self._now = 0
+        self._handlers: dict[type[events.Event[Any]], _Handler] = {
+            events.Attach: self._sessions.attach,
+            events.SessionEnded: self._sessions.ended,
+            events.OpenNamespace: self._sessions.open_namespace,
+            events.Purge: self._sessions.purge,
+            events.Drain: self._sessions.drain,
+            events.Lookup: self._leases.lookup,
+            events.Acquire: self._leases.acquire,
+            events.Renew: self._leases.renew,
+            events.Release: self._leases.release,
+            events.Beat: self._leases.beat,
+            events.Reserve: self._reservations.reserve,
+            events.Commit: self._reservations.commit,
+            events.Abort: self._reservations.abort,
+            events.BeginTransfer: self._transfers.begin,
+            events.EndTransfer: self._transfers.end,
+            events.Tick: self._tick,
+        }
+
+    def handle(self, event: events.Event[A], now_ns: int) -> Handled[A]:
+        """Apply one event at a time that never goes back.
+
+        What is due by `now_ns` has expired before the event is looked at.
+
+        Raises:
+            KvError: the event is refused and has changed nothing. Effects of what
+                expired before it come with the next event.
+        """
+        now = max(now_ns, self._now)
+        self._now = now
+        if self.books.deadlines and self.books.deadlines[0][0] <= now:
+            self._expire(now)
+        handler = self._handlers.get(type(event))
+        invariant(handler is not None, f"no handler for {type(event).__name__}")
+        answer = cast("_Handler", handler)(event, now)
+        effects = tuple(self.books.effects)
+        self.books.effects.clear()
+        return Handled(answer, effects)
+
+    def next_deadline_ns(self) -> int | None:
+        """When something may be due next; None if nothing is."""
+        return self.books.deadlines[0][0] if self.books.deadlines else None
+
+    def _tick(self, event: events.Tick, now: int) -> int | None:
+        del event, now
+        return self.next_deadline_ns()
+
+    def _expire(self, now: int) -> None:
+        """End what is due. A renewed thing is put back at its new deadline."""
+        books = self.books
+        by_id = {session.session_id: session for session in books.sessions.values()}
+        while books.deadlines and books.deadlines[0][0] <= now:
+            _, handle = heapq.heappop(books.deadlines)
+            lease = books.leases.get(handle)
+            reservation = books.reservations.get(handle)
+            session = by_id.get(handle)
+            deadline: int | None
+            if lease is not None:
+                deadline = lease.deadline_ns
+                if deadline <= now:
+                    self._leases.expire(lease, now)
+                    continue
+            elif reservation is not None:
+                deadline = reservation.deadline_ns
+                if deadline <= now:
+                    self._reservations.expire(reservation, now)
+                    continue
+            elif session is not None and session.token in books.sessions:
+                deadline = self._sessions.silent_until(session)
+                if deadline is not None and deadline <= now:
+                    self._sessions.close(session, now)
+                    continue
+            else:
+                continue
+            if deadline is not None:
+                books.schedule(deadline, handle)

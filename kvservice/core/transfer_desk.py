@@ -1,0 +1,102 @@
+"""Transfers over a wire: slots are pinned while a wire may touch them."""
+
+from __future__ import annotations
+
+from kvservice.core.answers import TransferAnswer
+from kvservice.core.batches import describe, payload_bytes, pin, subset
+from kvservice.core.books import Books, Ended
+from kvservice.core.drains import unpin
+from kvservice.core.errors import (
+    InvalidFieldError,
+    KvError,
+    LeaseExpiredError,
+    LeaseUnknownError,
+    NotOwnerError,
+    ReservationAbortedError,
+    ReservationExpiredError,
+    ReservationUnknownError,
+)
+from kvservice.core.events import BeginTransfer, EndTransfer
+from kvservice.core.outcomes import ItemOutcome
+from kvservice.core.records import Lease, Reservation, Session, TransferRecord
+
+
+class TransferDesk:
+    """Handles BeginTransfer and EndTransfer."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def begin(self, event: BeginTransfer, now: int) -> TransferAnswer:
+        """Check the capability and pin its slots."""
+        books = self._books
+        session = books.session(event.token, now)
+        capability = self._capability(event, session)
+        indexes = event.slot_indexes
+        books.check_batch(len(indexes), "slot_indexes", smallest=1)
+        highest = capability.batch.count
+        if int(indexes.min()) < 0 or int(indexes.max()) >= highest:
+            raise InvalidFieldError(
+                f"slot_indexes goes from {int(indexes.min())} to {int(indexes.max())}; "
+                f"the capability has slots 0 to {highest - 1}"
+            )
+        if len(set(indexes.tolist())) != len(indexes):
+            raise InvalidFieldError("slot_indexes names a slot twice; name each once")
+        batch = subset(capability.batch, indexes)
+        pin(batch)
+        record = TransferRecord(
+            books.mint(), event.capability_id, batch, indexes, is_write=event.is_write
+        )
+        books.transfers[record.transfer_id] = record
+        slots = describe(batch, with_checksums=not event.is_write)
+        return TransferAnswer(record.transfer_id, slots, payload_bytes(books, batch))
+
+    def end(self, event: EndTransfer, now: int) -> None:
+        """Unpin; fail if the capability has ended meanwhile."""
+        del now
+        books = self._books
+        record = books.transfers.pop(event.transfer_id, None)
+        if record is None:
+            raise InvalidFieldError(f"transfer_id {event.transfer_id} names no running transfer")
+        unpin(record.batch)
+        if record.is_write:
+            reservation = books.reservations.get(record.capability_id)
+            if reservation is None:
+                raise _why_ended(books.ended.get(record.capability_id), record.capability_id)
+            if event.checksums is not None:
+                arrived = zip(record.slot_indexes.tolist(), event.checksums.tolist(), strict=True)
+                reservation.arrived.update(arrived)
+        elif record.capability_id not in books.leases:
+            raise LeaseExpiredError(
+                f"lease {record.capability_id} ended while its slots were read; discard the bytes"
+            )
+
+    def _capability(self, event: BeginTransfer, session: Session) -> Reservation | Lease:
+        books = self._books
+        name = "reservation" if event.is_write else "lease"
+        books.check_life(event.capability_id, name)
+        found: Reservation | Lease | None
+        if event.is_write:
+            found = books.reservations.get(event.capability_id)
+        else:
+            found = books.leases.get(event.capability_id)
+        if found is not None:
+            if found.session.engine != session.engine:
+                raise NotOwnerError(f"{name} {event.capability_id} belongs to another engine")
+            return found
+        ended = books.ended.get(event.capability_id)
+        if ended is not None and ended.engine != session.engine:
+            raise NotOwnerError(f"{name} {event.capability_id} belongs to another engine")
+        if event.is_write:
+            raise _why_ended(ended, event.capability_id)
+        if ended is None:
+            raise LeaseUnknownError(f"lease {event.capability_id} was never granted; acquire first")
+        raise LeaseExpiredError(f"lease {event.capability_id} has ended; acquire again")
+
+
+def _why_ended(ended: Ended | None, reservation_id: int) -> KvError:
+    if ended is None:
+        return ReservationUnknownError(f"reservation {reservation_id} was never granted")
+    if ended.outcome is ItemOutcome.ALREADY_EXPIRED:
+        return ReservationExpiredError(f"reservation {reservation_id} has expired; reserve again")
+    return ReservationAbortedError(f"reservation {reservation_id} has ended; reserve again")

@@ -1,0 +1,1 @@
+"""The shell around the core: runs effects, owns tasks, calls no gRPC."""

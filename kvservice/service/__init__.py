@@ -1,0 +1,1 @@
+"""The edges: translate, authorise, call the engine, translate back."""

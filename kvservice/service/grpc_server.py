@@ -1,0 +1,192 @@
+"""The gRPC edge: the same operations as the local lane, framed by gRPC.
+
+Handlers are made from the dispatcher's table, so that an RPC exists on both
+edges or on none. The session comes as metadata `kv-session-bin`, the tenant from
+`authorization: Bearer ...`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvproto.kv.v1 import event_service_pb2, session_service_pb2
+from kvservice.core.errors import KvError, SessionUnknownError
+from kvservice.service.credentials import Credentials
+from kvservice.service.dispatcher import Caller, Dispatcher, Operation
+from kvservice.service.event_feed import EventFeed
+from kvservice.transports.frames import MAX_FRAME_BYTES, encode_error
+from kvservice.transports.status_codes import STATUS_BY_REASON
+
+_log = logging.getLogger(__name__)
+
+SESSION_METADATA = "kv-session-bin"
+STATUS_METADATA = "grpc-status-details-bin"
+PACKAGE = "kv.v1"
+STREAM_QUEUE_LIMIT = 1024
+"""Unasked notices that wait for one slow stream; its next beat repeats them all."""
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class GrpcServer:
+    """Serves every operation, health and reflection on one port."""
+
+    def __init__(
+        self, *, dispatcher: Dispatcher, credentials: Credentials, feed: EventFeed
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._credentials = credentials
+        self._feed = feed
+        self._streams: dict[bytes, asyncio.Queue[Message]] = {}
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+                ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        self._add_handlers()
+
+    async def start(self, address: str) -> int:
+        """Listen at "host:port" and return the port.
+
+        Raises:
+            OSError: the address cannot be had.
+        """
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen at {address}: {error}") from error
+        await self._server.start()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        return int(port)
+
+    async def announce_drain(self) -> None:
+        """Answer NOT_SERVING from now on, and tell every stream."""
+        await self._health.enter_graceful_shutdown()
+        for queue in self._streams.values():
+            _offer(queue, session_service_pb2.StreamResponse(draining=True))
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop; calls in flight have `grace_s` to end."""
+        await self._server.stop(grace_s)
+
+    def revoke(self, token: bytes, capability_id: int) -> None:
+        """Tell a session that has a stream; others learn with their next beat."""
+        queue = self._streams.get(token)
+        if queue is not None:
+            _offer(queue, session_service_pb2.StreamResponse(revoked_ids=[capability_id]))
+
+    def _add_handlers(self) -> None:
+        services: dict[str, dict[str, Any]] = {}
+        for operation in self._dispatcher.operations.values():
+            handler = grpc.unary_unary_rpc_method_handler(
+                self._unary(operation),
+                request_deserializer=operation.request_type.FromString,
+                response_serializer=_serialize,
+            )
+            services.setdefault(operation.service, {})[operation.rpc] = handler
+        services["SessionService"]["Stream"] = grpc.stream_stream_rpc_method_handler(
+            self._stream,
+            request_deserializer=session_service_pb2.StreamRequest.FromString,
+            response_serializer=_serialize,
+        )
+        services["EventService"] = {
+            "WatchEvents": grpc.unary_stream_rpc_method_handler(
+                self._watch,
+                request_deserializer=event_service_pb2.WatchEventsRequest.FromString,
+                response_serializer=_serialize,
+            )
+        }
+        names = [f"{PACKAGE}.{service}" for service in services]
+        for service, methods in services.items():
+            generic = grpc.method_handlers_generic_handler(f"{PACKAGE}.{service}", methods)
+            self._server.add_generic_rpc_handlers((generic,))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names += [health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self._server)
+
+    def _caller(self, context: Any) -> Caller:
+        metadata = {key: value for key, value in context.invocation_metadata() or ()}
+        token = None
+        authorization = metadata.get("authorization")
+        if authorization is not None:
+            scheme, _, token = str(authorization).partition(" ")
+            token = token if scheme.lower() == "bearer" else ""
+        tenant = self._credentials.tenant_of_token(token)
+        return Caller(tenant, bytes(metadata.get(SESSION_METADATA, b"")), is_local=False)
+
+    def _unary(self, operation: Operation) -> Callable[[Any, Any], Awaitable[Message]]:
+        async def handle(request: Message, context: Any) -> Message:
+            try:
+                return operation.run(request, self._caller(context))
+            except KvError as error:
+                await _fail(context, error)
+                raise
+            except Exception:  # border: rpc
+                _log.exception("a handler failed", extra={"rpc": operation.rpc})
+                await _fail(context, KvError("the daemon failed to handle this call; see its log"))
+                raise
+
+        return handle
+
+    async def _stream(self, requests: AsyncIterator[Any], context: Any) -> None:
+        try:
+            caller = self._caller(context)
+            if not caller.token:
+                raise SessionUnknownError("no session in the metadata; call Attach first")
+        except KvError as error:
+            await _fail(context, error)
+            return
+        queue: asyncio.Queue[Message] = asyncio.Queue(STREAM_QUEUE_LIMIT)
+        self._streams[caller.token] = queue
+        sender = asyncio.create_task(_send_from(queue, context))
+        try:
+            async for request in requests:
+                beat = self._dispatcher.beat(request.heartbeat, caller)
+                await queue.put(session_service_pb2.StreamResponse(heartbeat=beat))
+        except KvError as error:
+            await _fail(context, error)
+        finally:
+            sender.cancel()
+            if self._streams.get(caller.token) is queue:
+                del self._streams[caller.token]
+
+    async def _watch(self, request: Any, context: Any) -> AsyncIterator[Message]:
+        try:
+            caller = self._caller(context)
+            async for response in self._feed.follow(caller.tenant, request):
+                yield response
+        except KvError as error:
+            await _fail(context, error)
+
+
+def _serialize(message: Message) -> bytes:
+    packed: bytes = message.SerializeToString()
+    return packed
+
+
+def _offer(queue: asyncio.Queue[Message], notice: Message) -> None:
+    if not queue.full():
+        queue.put_nowait(notice)
+
+
+async def _send_from(queue: asyncio.Queue[Message], context: Any) -> None:
+    while True:
+        await context.write(await queue.get())
+
+
+async def _fail(context: Any, error: KvError) -> None:
+    """End the call with the status of an error; raises to leave the handler."""
+    code = _CODES[STATUS_BY_REASON[error.reason]]
+    await context.abort(code, error.message, ((STATUS_METADATA, encode_error(error)),))
