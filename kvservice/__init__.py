@@ -1,1 +1,3 @@
-"""The kvservice daemon: owns, moves and tiers KV-cache blocks."""
+"""KV-cache transfer and tiering service."""
+
+__version__ = "0.1.0"

@@ -149,7 +149,7 @@ class Daemon:
         if not listen:
             return ""
         self._tcp = TcpServer(
-            listen, authority, max_connections=self._settings.limits.max_tcp_connections
+            listen, authority, max_connections_count=self._settings.limits.max_tcp_connections
         )
         return self._tcp.start()
 

@@ -1,0 +1,1 @@
+"""Builds the daemon from parts: configuration, wiring, start and stop."""
