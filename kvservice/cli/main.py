@@ -34,9 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvservice", description="KV-cache transfer and tiering service."
-    )
+    parser = argparse.ArgumentParser(prog="kvservice", description="KV-cache transfer and tiering service.")
     parser.add_argument("--version", action="version", version=kvservice.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     server = commands.add_parser("serve", help="run the daemon; with no options it is complete")
@@ -57,11 +55,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(options: argparse.Namespace) -> Settings:
-    flags = {
-        key: value
-        for flag, key in _FLAGS.items()
-        if (value := getattr(options, flag)) is not None
-    }
+    flags = {key: value for flag, key in _FLAGS.items() if (value := getattr(options, flag)) is not None}
     return load(options.config, flags=flags)
 
 

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvclient import ArenaFullError, ClientSettings, KvError, QuotaExceededError
-from kvclient import Identity, Part, Shape
+from kvclient import ArenaFullError, ClientSettings, Identity, KvError, Part, QuotaExceededError, Shape
 from kvclient.sync import KvClient, Namespace
 from kvservice.cli.trace import TraceError, TraceRequest, read_trace
 from kvservice.daemon.units import parse_size
@@ -31,7 +30,7 @@ SLICE_KEYS = 256
 """Blocks moved by one put or get: bounds the buffers of the replay itself."""
 
 HIT = 1
-_STEP = np.uint64(0x9E3779B97F4A7C15)
+_STEP = 0x9E3779B97F4A7C15
 
 
 @dataclass(slots=True)
@@ -161,7 +160,7 @@ class Replay:
 
     def _content(self, hash_id: int) -> npt.NDArray[np.uint8]:
         """(block_bytes,) uint8 that only this id has."""
-        words = self._pattern ^ (np.uint64(hash_id + 1) * _STEP)
+        words = self._pattern ^ np.uint64((hash_id + 1) * _STEP % 2**64)
         return words.view(np.uint8)[: self._block_bytes]
 
 

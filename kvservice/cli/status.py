@@ -43,9 +43,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    return MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
 def _print_text(capabilities: Any, tiers: Any, *, with_owners: bool) -> None:

@@ -68,11 +68,11 @@ def describe(batch: SlotBatch, *, with_checksums: bool) -> Slots:
     generations: U64 = np.empty(batch.count, dtype=np.uint64)
     checksums: U32 = np.zeros(batch.count, dtype=np.uint32)
     for group in batch.groups:
-        slots = group.pool.slots(group.indexes, with_checksums=True)
+        slots = group.pool.slots(group.indexes, with_checksums=False)
         segments[group.positions] = slots.segments
         granules[group.positions] = slots.granules
         generations[group.positions] = slots.generations
-        checksums[group.positions] = slots.checksums
+        checksums[group.positions] = group.pool.checksums[group.indexes]
     return Slots(segments, granules, generations, checksums if with_checksums else None)
 
 

@@ -29,6 +29,7 @@ from kvservice.core.limits import ENDED_LIMIT, SPACES_PER_CALL_LIMIT, Limits
 from kvservice.core.namespace import Space, Spaces
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.records import Lease, Quarantine, Reservation, Session, TransferRecord
+from kvservice.core.row_layout import ROW_DTYPE
 from kvservice.core.row_table import KEY_BYTES, Rows, RowTable, TableOperations
 from kvservice.core.slot_pool import SlotPool
 from kvservice.core.slots import U64
@@ -192,8 +193,7 @@ class Books:
         for space in spaces:
             if space not in session.spaces:
                 raise SpaceNotOpenError(
-                    f"space_ids names {space}, which this session has not opened; "
-                    "call OpenNamespace first"
+                    f"space_ids names {space}, which this session has not opened; call OpenNamespace first"
                 )
         return [self.spaces.get(space) for space in spaces]
 
@@ -201,9 +201,7 @@ class Books:
         """Return the number of packed keys, after checking the batch's size."""
         count, rest = divmod(len(keys), KEY_BYTES)
         if rest:
-            raise InvalidFieldError(
-                f"keys has {len(keys)} bytes, which is no multiple of {KEY_BYTES}"
-            )
+            raise InvalidFieldError(f"keys has {len(keys)} bytes, which is no multiple of {KEY_BYTES}")
         self.check_batch(count, "keys", smallest=1)
         return count
 
@@ -242,6 +240,4 @@ class Books:
 
 def private_rows(capacity_rows: int) -> Rows:
     """Return zeroed rows in this process's own memory."""
-    from kvservice.core.row_layout import ROW_DTYPE
-
     return np.zeros(capacity_rows, dtype=ROW_DTYPE)

@@ -33,9 +33,7 @@ def disown_written(
         _settle(group.pool, group.indexes)
 
 
-def disown_read(
-    books: Books, batch: SlotBatch, *, capability_id: int, waiting: set[bytes], now: int
-) -> None:
+def disown_read(books: Books, batch: SlotBatch, *, capability_id: int, waiting: set[bytes], now: int) -> None:
     """End the pins of a lease, now or when the last process has let go."""
     if waiting:
         _wait(books, batch, capability_id=capability_id, waiting=waiting, now=now, is_write=False)

@@ -230,9 +230,7 @@ class IncompleteBlockError(KvError):
     reason = Reason.INCOMPLETE_BLOCK
 
 
-ERROR_BY_REASON: dict[Reason, type[KvError]] = {
-    error.reason: error for error in KvError.__subclasses__()
-}
+ERROR_BY_REASON: dict[Reason, type[KvError]] = {error.reason: error for error in KvError.__subclasses__()}
 
 
 def invariant(condition: bool, message: str) -> None:  # noqa: FBT001 - reads as an assertion

@@ -27,14 +27,14 @@ from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.representation import Identity, Part
 from kvservice.core.slots import I64, U8, U32, U64
 
-A = TypeVar("A", covariant=True)
+A_co = TypeVar("A_co", covariant=True)
 
 NO_IDS: U64 = np.empty(0, dtype=np.uint64)
 NO_U32: U32 = np.empty(0, dtype=np.uint32)
 
 
-class Event(Generic[A]):
-    """Base of all events; `A` is the type of the answer."""
+class Event(Generic[A_co]):
+    """Base of all events; `A_co` is the type of the answer."""
 
     __slots__ = ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +11,9 @@ import numpy.typing as npt
 from kvservice.core.slots import I64, U64
 
 Mask = npt.NDArray[np.bool_]
+
+Eligible = Callable[["I64 | slice"], Mask]
+"""Says which of some slots may be evicted now."""
 
 QUEUE_MIN_COUNT = 1024
 """Victims that one scan looks for at least: a scan reads every slot, so its cost
@@ -28,9 +32,10 @@ class EvictionPolicy(Protocol):
     def touched(self, indexes: I64) -> None:
         """Note a use. `indexes` follow the key chain, root first."""
 
-    def victims(self, count: int, eligible: Mask) -> I64:
+    def victims(self, count: int, eligible: Eligible) -> I64:
         """Return up to `count` eligible slots, best victim first; changes nothing
-        about them, so that the caller may take fewer."""
+        about them, so that the caller may take fewer.
+        """
 
     def newest(self, indexes: I64 | slice) -> int:
         """Return the stamp of the latest use among `indexes`."""
@@ -69,7 +74,7 @@ class LeastRecentlyUsed:
         top = self._clock.advance(count)
         self._stamps[indexes] = np.arange(top, top - count, -1, dtype=np.uint64)
 
-    def victims(self, count: int, eligible: Mask) -> I64:
+    def victims(self, count: int, eligible: Eligible) -> I64:
         """See EvictionPolicy."""
         chosen = self._still_valid(eligible)
         if len(chosen) < count:
@@ -85,15 +90,15 @@ class LeastRecentlyUsed:
         """See EvictionPolicy."""
         return int(self._stamps.min(where=eligible, initial=np.uint64(2**63)))
 
-    def _still_valid(self, eligible: Mask) -> I64:
+    def _still_valid(self, eligible: Eligible) -> I64:
         """Drop from the queue what was used, evicted or pinned since the scan."""
-        keep = eligible[self._queue] & (self._stamps[self._queue] == self._queue_stamps)
+        keep = eligible(self._queue) & (self._stamps[self._queue] == self._queue_stamps)
         self._queue = self._queue[keep]
         self._queue_stamps = self._queue_stamps[keep]
         return self._queue
 
-    def _scan(self, count: int, eligible: Mask) -> None:
-        candidates = np.flatnonzero(eligible)
+    def _scan(self, count: int, eligible: Eligible) -> None:
+        candidates = np.flatnonzero(eligible(slice(None)))
         stamps = self._stamps[candidates]
         if len(candidates) > count:
             nearest = np.argpartition(stamps, count)[:count]

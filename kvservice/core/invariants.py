@@ -11,6 +11,7 @@ from kvservice.core.books import Books, Tenant
 from kvservice.core.errors import invariant
 from kvservice.core.row_table import RowTable
 from kvservice.core.slot_pool import SlotPool, SlotState
+from kvservice.core.slots import I64
 from kvservice.core.state import KvState
 
 
@@ -69,7 +70,7 @@ def _check_visibility(tenant: Tenant) -> None:
             _check_rows(table, pool, np.flatnonzero(pool.state == state))
 
 
-def _check_rows(table: RowTable, pool: SlotPool, indexes: np.ndarray) -> None:  # type: ignore[type-arg]
+def _check_rows(table: RowTable, pool: SlotPool, indexes: I64) -> None:
     slots = pool.slots(indexes, with_checksums=False)
     spaces = pool.spaces[indexes]
     for space in np.unique(spaces).tolist():
@@ -97,16 +98,14 @@ def _check_quota(tenant: Tenant) -> None:
 def _check_segments(books: Books) -> None:
     """Every segment is free or lent to one pool, which has it."""
     numbers = sorted([*books.free_segments, *books.lent])
-    invariant(
-        numbers == list(range(books.limits.segments_count)), f"segments are {numbers}, not each once"
-    )
+    invariant(numbers == list(range(books.limits.segments_count)), f"segments are {numbers}, not each once")
     for number, pool in books.lent.items():
         invariant(pool.has_segment(number), f"segment {number} is lent to a pool that lacks it")
 
 
 def _check_pins(books: Books) -> None:
     """Pins are what leases, transfers and quarantines account for, slot by slot."""
-    expected: dict[int, np.ndarray] = {}  # type: ignore[type-arg]
+    expected: dict[int, I64] = {}
     pools = {id(pool): pool for tenant in books.tenants.values() for pool in tenant.pools.values()}
     for key, pool in pools.items():
         expected[key] = np.zeros(len(pool.state), dtype=np.int64)
@@ -120,9 +119,7 @@ def _check_pins(books: Books) -> None:
         invariant(bool((pool.pins == expected[key]).all()), "pins differ from their holders")
     for quarantine in books.quarantines.values():
         invariant(bool(quarantine.waiting), "a quarantine waits for nobody")
-        invariant(
-            quarantine.waiting <= books.sessions.keys(), "a quarantine waits for the dead"
-        )
+        invariant(quarantine.waiting <= books.sessions.keys(), "a quarantine waits for the dead")
 
 
 def _check_owners(books: Books) -> None:

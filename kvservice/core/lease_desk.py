@@ -25,6 +25,9 @@ from kvservice.core.row_table import KEY_BYTES
 from kvservice.core.slot_pool import SlotState
 from kvservice.core.slots import U8, U32, U64
 
+_HIT = int(ItemOutcome.HIT)
+_MISS = int(ItemOutcome.MISS)
+
 
 class LeaseDesk:
     """Handles Lookup, Acquire, Renew, Release and Beat."""
@@ -40,10 +43,10 @@ class LeaseDesk:
         count = books.keys_count(event.keys)
         tenant = books.tenant(session.tenant)
         committed = committed_mask(tenant, spaces, event.keys)
-        outcomes = np.full(count, ItemOutcome.MISS, dtype=np.uint8)
+        outcomes = np.full(count, _MISS, dtype=np.uint8)
         if len(tenant.pending) and not committed.all():
             outcomes[pending_mask(tenant, spaces, event.keys)] = ItemOutcome.PENDING
-        outcomes[committed] = ItemOutcome.HIT
+        outcomes[committed] = _HIT
         prefix = prefix_length(committed)
         lease = None
         if event.ttl_ns is not None and prefix:
@@ -154,9 +157,7 @@ class LeaseDesk:
         lease.session.leases.discard(lease.lease_id)
         books.leases_ended_count += 1
         books.note_end(lease.lease_id, Ended(outcome, lease.session.engine, lease.keys_count))
-        drains.disown_read(
-            books, lease.batch, capability_id=lease.lease_id, waiting=waiting, now=now
-        )
+        drains.disown_read(books, lease.batch, capability_id=lease.lease_id, waiting=waiting, now=now)
 
     def _prolong(
         self, session: Session, lease_ids: U64, reservation_ids: U64, ttl_ns: int, now: int

@@ -35,12 +35,10 @@ KEY_BYTES = 32
 class TableOperations(Protocol):
     """The loops over a table; `kvservice.native` and `row_layout` both have them."""
 
-    def find_rows(
-        self, table: Rows, capacity: int, keys: bytes, space: int, positions: I64
-    ) -> int:
+    def find_rows(self, table: Rows, capacity: int, keys: bytes, space: int, positions: I64) -> int:
         """Fill `positions` with the row of each key or -1; return the found prefix."""
 
-    def insert_rows(
+    def insert_rows(  # noqa: PLR0913, PLR0917 - one call of the C extension, for speed
         self,
         table: Rows,
         capacity: int,
@@ -57,9 +55,7 @@ class TableOperations(Protocol):
     def remove_rows(self, table: Rows, capacity: int, keys: bytes, spaces: U32) -> int:
         """Remove the keys that are there; return how many."""
 
-    def copy_rows(
-        self, source: Rows, source_capacity: int, target: Rows, target_capacity: int
-    ) -> None:
+    def copy_rows(self, source: Rows, source_capacity: int, target: Rows, target_capacity: int) -> None:
         """Insert every live row of `source` into an empty `target`."""
 
 

@@ -173,15 +173,11 @@ class SessionDesk:
         ]
         purged = 0
         for pool in tenant.pools.values():
-            ours = np.flatnonzero(
-                (pool.state == SlotState.COMMITTED) & np.isin(pool.spaces, spaces)
-            )
+            ours = np.flatnonzero((pool.state == SlotState.COMMITTED) & np.isin(pool.spaces, spaces))
             withdraw(books, pool, ours)
             purged += len(ours)
         if purged:
-            tenant.history.append(
-                FactKind.PURGED, namespace_id=event.namespace_id, space_id=0, keys=b""
-            )
+            tenant.history.append(FactKind.PURGED, namespace_id=event.namespace_id, space_id=0, keys=b"")
             books.effects.append(NewsForTenant(tenant.name))
         return purged
 

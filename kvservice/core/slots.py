@@ -39,6 +39,4 @@ class Slots:
     def take(self, indexes: I64 | slice) -> Slots:
         """Return the slots at `indexes`, in that order."""
         checksums = None if self.checksums is None else self.checksums[indexes]
-        return Slots(
-            self.segments[indexes], self.granules[indexes], self.generations[indexes], checksums
-        )
+        return Slots(self.segments[indexes], self.granules[indexes], self.generations[indexes], checksums)

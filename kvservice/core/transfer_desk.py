@@ -44,9 +44,7 @@ class TransferDesk:
             raise InvalidFieldError("slot_indexes names a slot twice; name each once")
         batch = subset(capability.batch, indexes)
         pin(batch)
-        record = TransferRecord(
-            books.mint(), event.capability_id, batch, indexes, is_write=event.is_write
-        )
+        record = TransferRecord(books.mint(), event.capability_id, batch, indexes, is_write=event.is_write)
         books.transfers[record.transfer_id] = record
         slots = describe(batch, with_checksums=not event.is_write)
         return TransferAnswer(record.transfer_id, slots, payload_bytes(books, batch))

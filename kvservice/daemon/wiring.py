@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import kvservice
@@ -77,9 +78,7 @@ class Daemon:
         settings, limits = self._settings, self._limits
         check_memory(limits.arena_bytes)
         try:
-            arena = Arena(
-                segments_count=limits.segments_count, segment_bytes=limits.segment_bytes
-            )
+            arena = Arena(segments_count=limits.segments_count, segment_bytes=limits.segment_bytes)
         except ArenaFullError as error:
             raise NotEnoughMemoryError(error.message) from error
         self._arena = arena
@@ -200,7 +199,8 @@ class Daemon:
 
     async def _wait_until_idle(self, coordinator: Coordinator, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and coordinator.look(_is_busy):
+        # Polled: ends come from three edges, and a stop may be late by one poll.
+        while time.monotonic() < deadline and coordinator.look(_is_busy):  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_S)
 
 
@@ -248,7 +248,7 @@ def check_memory(arena_bytes: int) -> None:
 
 def available_memory_bytes() -> int:
     """Return the memory that can be had without swapping."""
-    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as report:
+    with contextlib.suppress(OSError), Path("/proc/meminfo").open(encoding="ascii") as report:
         for line in report:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024

@@ -100,9 +100,7 @@ class ArenaAuthority:
         self._coordinator = coordinator
         self._arena = arena
 
-    def begin_write(
-        self, *, session_token: bytes, reservation_id: int, slot_indexes: I64
-    ) -> Grant:
+    def begin_write(self, *, session_token: bytes, reservation_id: int, slot_indexes: I64) -> Grant:
         """See TransferAuthority."""
         return self._begin(session_token, reservation_id, slot_indexes, is_write=True)
 
@@ -114,9 +112,7 @@ class ArenaAuthority:
         """See TransferAuthority."""
         self._coordinator.submit(EndTransfer(transfer_id, checksums))
 
-    def _begin(
-        self, token: bytes, capability_id: int, slot_indexes: I64, *, is_write: bool
-    ) -> Grant:
+    def _begin(self, token: bytes, capability_id: int, slot_indexes: I64, *, is_write: bool) -> Grant:
         answer: TransferAnswer = self._coordinator.submit(
             BeginTransfer(token, capability_id, slot_indexes, is_write=is_write)
         )

@@ -24,7 +24,9 @@ class Reaper:
         """Tick until cancelled."""
         while True:
             self._coordinator.submit(Tick())
-            await asyncio.sleep(self._coordinator.look(lambda state, now: _pause(state.next_deadline_ns(), now)))
+            await asyncio.sleep(
+                self._coordinator.look(lambda state, now: _pause(state.next_deadline_ns(), now))
+            )
 
 
 def _pause(deadline_ns: int | None, now_ns: int) -> float:

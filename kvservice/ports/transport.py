@@ -132,9 +132,7 @@ class Grant:
 class TransferAuthority(Protocol):
     """The side that has the bytes. Methods may be called from any thread."""
 
-    def begin_write(
-        self, *, session_token: bytes, reservation_id: int, slot_indexes: I64
-    ) -> Grant:
+    def begin_write(self, *, session_token: bytes, reservation_id: int, slot_indexes: I64) -> Grant:
         """Check the capability and pin its slots for a write.
 
         Raises:

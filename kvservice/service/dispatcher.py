@@ -180,9 +180,7 @@ class Dispatcher:
 
     def _commit(self, request: lifecycle_service_pb2.CommitRequest, caller: Caller) -> Message:
         answer = self._submit(
-            events.Commit(
-                caller.token, request.reservation_id, mapping.u32_array(request.checksums)
-            )
+            events.Commit(caller.token, request.reservation_id, mapping.u32_array(request.checksums))
         )
         return lifecycle_service_pb2.CommitResponse(
             outcome=int(answer.outcome),  # type: ignore[arg-type]
@@ -218,9 +216,7 @@ class Dispatcher:
         return mapping.renew_response(answer)
 
     def _release(self, request: lifecycle_service_pb2.ReleaseRequest, caller: Caller) -> Message:
-        outcomes = self._submit(
-            events.Release(caller.token, mapping.u64_array(request.lease_ids))
-        )
+        outcomes = self._submit(events.Release(caller.token, mapping.u64_array(request.lease_ids)))
         return lifecycle_service_pb2.ReleaseResponse(outcomes=outcomes.tobytes())
 
     def _list_tiers(self, request: Message, caller: Caller) -> Message:

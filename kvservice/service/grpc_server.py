@@ -40,9 +40,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 class GrpcServer:
     """Serves every operation, health and reflection on one port."""
 
-    def __init__(
-        self, *, dispatcher: Dispatcher, credentials: Credentials, feed: EventFeed
-    ) -> None:
+    def __init__(self, *, dispatcher: Dispatcher, credentials: Credentials, feed: EventFeed) -> None:
         self._dispatcher = dispatcher
         self._credentials = credentials
         self._feed = feed
@@ -117,7 +115,7 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     def _caller(self, context: Any) -> Caller:
-        metadata = {key: value for key, value in context.invocation_metadata() or ()}
+        metadata = dict(context.invocation_metadata() or ())
         token = None
         authorization = metadata.get("authorization")
         if authorization is not None:

@@ -124,32 +124,33 @@ class LaneConnection:
 
     def _answer(self, frame: Frame) -> None:
         try:
-            if frame.kind is not FrameKind.REQUEST:
-                raise MalformedError(f"a client sends requests, not {frame.kind.name} frames")
-            if frame.method == Method.MAP_SEGMENTS:
-                self._map_segments(frame)
-                return
-            if frame.method == Method.WATCH_EVENTS:
-                self._watch(frame)
-                return
-            if not self.caller.token and frame.method not in _NEEDS_NO_SESSION:
-                if frame.method not in self._server.dispatcher.operations:
-                    raise UnknownMethodError(f"method {frame.method} does not exist on this edge")
-                raise SessionUnknownError("no session on this connection yet; call Attach first")
-            body = self._server.dispatcher.call_packed(frame.method, frame.body, self.caller)
+            self._handle(frame)
         except KvError as error:
             packed = encode_error(error)
             self.push(encode(FrameKind.ERROR, frame.method, frame.call_id, 0, packed))
             if isinstance(error, MalformedError):
                 self.close()
-            return
-        except Exception:  # border: rpc
+        except Exception:  # noqa: BLE001 # border: rpc
             _log.exception("a handler failed", extra={"method": frame.method})
             broken = KvError("the daemon failed to handle this call; its log says why")
-            self.push(
-                encode(FrameKind.ERROR, frame.method, frame.call_id, 0, encode_error(broken))
-            )
+            packed = encode_error(broken)
+            self.push(encode(FrameKind.ERROR, frame.method, frame.call_id, 0, packed))
+
+    def _handle(self, frame: Frame) -> None:
+        """Run one request and send what it answers; raises KvError for a refusal."""
+        if frame.kind is not FrameKind.REQUEST:
+            raise MalformedError(f"a client sends requests, not {frame.kind.name} frames")
+        if frame.method == Method.MAP_SEGMENTS:
+            self._map_segments(frame)
             return
+        if frame.method == Method.WATCH_EVENTS:
+            self._watch(frame)
+            return
+        if not self.caller.token and frame.method not in _NEEDS_NO_SESSION:
+            if frame.method not in self._server.dispatcher.operations:
+                raise UnknownMethodError(f"method {frame.method} does not exist on this edge")
+            raise SessionUnknownError("no session on this connection yet; call Attach first")
+        body = self._server.dispatcher.call_packed(frame.method, frame.body, self.caller)
         if frame.method == Method.ATTACH:
             self._attached(body)
         self.push(encode(FrameKind.RESPONSE, frame.method, frame.call_id, 0, body))
@@ -195,9 +196,7 @@ class LaneConnection:
             response.directory_rows_count = directory.rows_count
             descriptors.append(directory.fd)
         body = response.SerializeToString()
-        self.push(
-            encode(FrameKind.RESPONSE, frame.method, frame.call_id, 0, body), descriptors
-        )
+        self.push(encode(FrameKind.RESPONSE, frame.method, frame.call_id, 0, body), descriptors)
 
     def _watch(self, frame: Frame) -> None:
         """Answer with STREAM frames until the client goes or the feed fails."""
@@ -251,7 +250,5 @@ def _parse(message: _M, body: bytes) -> _M:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise MalformedError(
-            f"{len(body)} bytes are no {message.DESCRIPTOR.name}: {error}"
-        ) from error
+        raise MalformedError(f"{len(body)} bytes are no {message.DESCRIPTOR.name}: {error}") from error
     return message

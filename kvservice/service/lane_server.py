@@ -102,9 +102,7 @@ class LaneServer:
         connection = self._by_token.get(token)
         if connection is not None:
             notice = session_service_pb2.StreamResponse(revoked_ids=[capability_id])
-            connection.push(
-                encode(FrameKind.STREAM, Method.STREAM, 0, 0, notice.SerializeToString())
-            )
+            connection.push(encode(FrameKind.STREAM, Method.STREAM, 0, 0, notice.SerializeToString()))
 
     def session_ended(self, token: bytes) -> None:
         """Forget a session; its process is no longer watched for it."""
@@ -144,7 +142,7 @@ class LaneServer:
         except OSError:
             _log.exception("cannot accept a connection on the local lane")
             return
-        accepted.setblocking(False)  # noqa: FBT003
+        accepted.setblocking(False)
         try:
             process = peer_process(accepted)
         except OSError:

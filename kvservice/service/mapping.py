@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
@@ -48,14 +48,10 @@ def part_of(message: representation_pb2.Part) -> Part:
 
 _IDENTITY_FIELDS = [field.name for field in representation_pb2.Identity.DESCRIPTOR.fields]
 _SHAPE_FIELDS = [field.name for field in representation_pb2.Shape.DESCRIPTOR.fields]
-_PART_FIELDS = [
-    field.name for field in representation_pb2.Part.DESCRIPTOR.fields if field.name != "shape"
-]
+_PART_FIELDS = [field.name for field in representation_pb2.Part.DESCRIPTOR.fields if field.name != "shape"]
 
 
-def open_event(
-    token: bytes, request: session_service_pb2.OpenNamespaceRequest
-) -> events.OpenNamespace:
+def open_event(token: bytes, request: session_service_pb2.OpenNamespaceRequest) -> events.OpenNamespace:
     """OpenNamespaceRequest to event."""
     return events.OpenNamespace(
         token,
@@ -193,9 +189,6 @@ def duration(nanoseconds: int) -> Duration:
     """Nanoseconds to Duration."""
     seconds, rest = divmod(nanoseconds, NANOSECONDS)
     return Duration(seconds=seconds, nanos=rest)
-
-
-_Request = TypeVar("_Request")
 
 
 def ttl_ns(request: Any, field: str) -> int:
