@@ -40,7 +40,19 @@ def allocate(books: Books, pool: SlotPool, count: int) -> I64:
         _make_quota(books, tenant, pool, excess)
     if pool.free_count < count:
         _find_memory(books, pool, count)
-    return pool.take(count)
+    taken = pool.take(count)
+    lend_ahead(books, pool)
+    return taken
+
+
+def lend_ahead(books: Books, pool: SlotPool) -> None:
+    """Give a pool an unused segment before it needs it, while there are any.
+
+    Writers map it and touch its pages while they still fill the one before. It costs
+    the others nothing: an empty segment is the first to move when they need it.
+    """
+    if pool.free_count < pool.slots_per_segment and books.free_segments:
+        _lend(books, pool, books.free_segments.popleft())
 
 
 def evict(books: Books, pool: SlotPool, indexes: I64) -> None:
@@ -163,7 +175,10 @@ def _move_idle_segments(books: Books, pool: SlotPool, missing: int) -> int:
 
 
 def _segments_of_others(books: Books, pool: SlotPool) -> list[tuple[int, SlotPool, int]]:
-    """List the segments of other pools that can be emptied now, idlest first."""
+    """List the segments of other pools that can be emptied now, idlest first.
+
+    Each comes with the stamp of its latest use, 0 if it is empty.
+    """
     found = []
     for number, owner in books.lent.items():
         if owner is pool:
@@ -172,7 +187,8 @@ def _segments_of_others(books: Books, pool: SlotPool) -> list[tuple[int, SlotPoo
         state = owner.state[slots]
         idle = (state == SlotState.FREE) | (state == SlotState.COMMITTED)
         if bool(idle.all()) and not owner.pins[slots].any():
-            found.append((owner.policy.newest(slots), owner, number))
+            committed = np.flatnonzero(state == SlotState.COMMITTED) + slots.start
+            found.append((owner.policy.newest(committed), owner, number))
     found.sort(key=lambda entry: (entry[0], entry[2]))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvservice.core import drains
-from kvservice.core.allocation import withdraw
+from kvservice.core.allocation import lend_ahead, withdraw
 from kvservice.core.answers import AttachAnswer, OpenAnswer
 from kvservice.core.books import Books
 from kvservice.core.effects import EndSession, NewsForTenant
@@ -126,6 +126,7 @@ class SessionDesk:
             )
         spaces = self._open_spaces(name, session.tenant, event.parts)
         for space in spaces:
+            lend_ahead(books, books.pool(books.tenant(session.tenant), space.slot_bytes))
             if space.id not in session.spaces:
                 session.spaces.add(space.id)
                 books.space_users[space.id] += 1
