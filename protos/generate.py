@@ -71,9 +71,7 @@ def main(arguments: list[str]) -> int:
     rendered = render()
     committed = _committed() if PACKAGE.exists() else {}
     stale = sorted(
-        name
-        for name in rendered.keys() | committed.keys()
-        if rendered.get(name) != committed.get(name)
+        name for name in rendered.keys() | committed.keys() if rendered.get(name) != committed.get(name)
     )
     if "--check" in arguments:
         for name in stale:

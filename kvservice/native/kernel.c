@@ -6,7 +6,7 @@
 #define KERNELS_MAX 8
 
 static uint32_t byte_tables[8][256];
-static uint32_t skip_tables[2][4][256]; /* by enum stripe */
+static uint32_t skip_tables[4][256];
 static const struct kernel *runnable[KERNELS_MAX + 1];
 
 const struct kernel *active_kernel;
@@ -46,8 +46,7 @@ static void build_tables(void)
         }
         byte_tables[0][byte] = state;
     }
-    const uint32_t skips[2] = {power_of_x(STRIPE_BYTES * 8),
-                               power_of_x(SHORT_STRIPE_BYTES * 8)};
+    uint32_t skip = power_of_x(STRIPE_BYTES * 8);
     for (uint32_t byte = 0; byte < 256; byte++) {
         for (int row = 1; row < 8; row++) {
             uint32_t before = byte_tables[row - 1][byte];
@@ -55,18 +54,15 @@ static void build_tables(void)
                 (before >> 8) ^ byte_tables[0][before & 0xFF];
         }
         for (int row = 0; row < 4; row++) {
-            uint32_t place = byte << (8 * row);
-            skip_tables[STRIPE_LONG][row][byte] = multiply(place, skips[0]);
-            skip_tables[STRIPE_SHORT][row][byte] = multiply(place, skips[1]);
+            skip_tables[row][byte] = multiply(byte << (8 * row), skip);
         }
     }
 }
 
-uint32_t sum_skip(uint32_t state, enum stripe stripe)
+uint32_t sum_skip_stripe(uint32_t state)
 {
-    const uint32_t(*tables)[256] = skip_tables[stripe];
-    return tables[0][state & 0xFF] ^ tables[1][(state >> 8) & 0xFF] ^
-           tables[2][(state >> 16) & 0xFF] ^ tables[3][state >> 24];
+    return skip_tables[0][state & 0xFF] ^ skip_tables[1][(state >> 8) & 0xFF] ^
+           skip_tables[2][(state >> 16) & 0xFF] ^ skip_tables[3][state >> 24];
 }
 
 uint32_t portable_sum(uint32_t state, const uint8_t *source, size_t bytes)

@@ -22,11 +22,6 @@
  * prefetcher stream of its own (they stop at page borders). */
 #define STRIPE_BYTES 4096
 
-/* Shorter ones, for what is left after the long ones. */
-#define SHORT_STRIPE_BYTES 256
-
-enum stripe { STRIPE_LONG, STRIPE_SHORT };
-
 #define CRC32C_POLYNOMIAL 0x82F63B78u /* Castagnoli, bits reflected. */
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
@@ -62,9 +57,9 @@ const struct kernel *kernel_arm_crc(void);
 /* x to the power `exponent` modulo the CRC polynomial, bits reflected. */
 uint32_t power_of_x(uint64_t exponent);
 
-/* The state after a stripe of zero bytes: lets the states of neighbouring stripes
- * be joined without reading the bytes again. */
-uint32_t sum_skip(uint32_t state, enum stripe stripe);
+/* The state after STRIPE_BYTES zero bytes: lets the states of neighbouring
+ * stripes be joined without reading the bytes again. */
+uint32_t sum_skip_stripe(uint32_t state);
 
 /* Portable loops, also used by kernels for what they do not speed up. */
 uint32_t portable_sum(uint32_t state, const uint8_t *source, size_t bytes);

@@ -15,10 +15,6 @@
 
 #define WORD_STRIPES 3
 
-/* How far ahead of each stripe its bytes are asked for: the chain of sums keeps
- * too few lines in flight by itself. */
-#define PREFETCH_BYTES 512
-
 enum put { PUT_NOTHING, PUT_CACHED, PUT_STREAMING };
 
 ON_CRC ALWAYS_INLINE void put_word(uint8_t *target, uint64_t word, enum put put)
@@ -50,41 +46,6 @@ ON_CRC ALWAYS_INLINE uint32_t sweep_line(uint32_t state, uint8_t *target,
     return state;
 }
 
-/* Three stripes side by side, as often as they fit; returns the bytes done. */
-ON_CRC ALWAYS_INLINE size_t sweep_groups(uint32_t *state, uint8_t *target,
-                                         const uint8_t *source, size_t bytes,
-                                         enum put put, enum stripe stripe)
-{
-    const size_t stripe_bytes = stripe == STRIPE_LONG ? STRIPE_BYTES
-                                                      : SHORT_STRIPE_BYTES;
-    size_t done = 0;
-    for (; bytes - done >= WORD_STRIPES * stripe_bytes;
-         done += WORD_STRIPES * stripe_bytes) {
-        SUM_WIDTH sums[WORD_STRIPES] = {*state, 0, 0};
-        for (size_t at = 0; at < stripe_bytes; at += 8) {
-            uint64_t words[WORD_STRIPES];
-            if (at % 64 == 0) {
-                for (size_t i = 0; i < WORD_STRIPES; i++) {
-                    __builtin_prefetch(source + done + i * stripe_bytes + at +
-                                       PREFETCH_BYTES);
-                }
-            }
-#pragma GCC unroll 3
-            for (size_t i = 0; i < WORD_STRIPES; i++) {
-                memcpy(&words[i], source + done + i * stripe_bytes + at, 8);
-            }
-#pragma GCC unroll 3
-            for (size_t i = 0; i < WORD_STRIPES; i++) {
-                put_word(target + done + i * stripe_bytes + at, words[i], put);
-                sums[i] = SUM_WORD(sums[i], words[i]);
-            }
-        }
-        uint32_t left = sum_skip((uint32_t)sums[0], stripe) ^ (uint32_t)sums[1];
-        *state = sum_skip(left, stripe) ^ (uint32_t)sums[2];
-    }
-    return done;
-}
-
 ON_CRC ALWAYS_INLINE uint32_t sweep_words(uint32_t state, uint8_t *target,
                                           const uint8_t *source, size_t bytes,
                                           enum put put)
@@ -95,10 +56,24 @@ ON_CRC ALWAYS_INLINE uint32_t sweep_words(uint32_t state, uint8_t *target,
         done = done < bytes ? done : bytes;
         state = sweep_line(state, target, source, done, PUT_CACHED);
     }
-    done += sweep_groups(&state, target + done, source + done, bytes - done, put,
-                         STRIPE_LONG);
-    done += sweep_groups(&state, target + done, source + done, bytes - done, put,
-                         STRIPE_SHORT);
+    for (; bytes - done >= WORD_STRIPES * STRIPE_BYTES;
+         done += WORD_STRIPES * STRIPE_BYTES) {
+        SUM_WIDTH sums[WORD_STRIPES] = {state, 0, 0};
+        for (size_t at = 0; at < STRIPE_BYTES; at += 8) {
+            uint64_t words[WORD_STRIPES];
+#pragma GCC unroll 3
+            for (size_t i = 0; i < WORD_STRIPES; i++) {
+                memcpy(&words[i], source + done + i * STRIPE_BYTES + at, 8);
+            }
+#pragma GCC unroll 3
+            for (size_t i = 0; i < WORD_STRIPES; i++) {
+                put_word(target + done + i * STRIPE_BYTES + at, words[i], put);
+                sums[i] = SUM_WORD(sums[i], words[i]);
+            }
+        }
+        state = sum_skip_stripe((uint32_t)sums[0]) ^ (uint32_t)sums[1];
+        state = sum_skip_stripe(state) ^ (uint32_t)sums[2];
+    }
     return sweep_line(state, target + done, source + done, bytes - done, put);
 }
 
