@@ -1,0 +1,1 @@
+"""What differs in substance between the two flavours: sockets, locks, threads."""

@@ -1,0 +1,109 @@
+"""The substance of the blocking flavour: locks, one thread for the beats, direct calls.
+
+`_backends/aio.py` has the same names with the same meaning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from kvclient._backends.grpc_sync import GrpcConnection, GrpcStream
+from kvclient._backends.lane_sync import LaneConnection, LaneStream
+from kvclient.config import ClientSettings
+from kvservice.core.errors import DeadlineError, KvError
+
+__all__ = ["Connection", "EventSource", "SingleFlight", "Ticker", "dial", "pause", "run_blocking", "run_copy"]
+
+Result = TypeVar("Result")
+Answer = TypeVar("Answer", bound=Message)
+
+Connection = LaneConnection | GrpcConnection
+EventSource = LaneStream[Answer] | GrpcStream[Answer]
+
+_log = logging.getLogger("kvclient")
+
+
+def dial(settings: ClientSettings, on_unasked: Callable[[bytes], None], timeout_s: float) -> Connection:
+    """Return a new connection to the endpoint; no session is opened yet."""
+    if settings.lane_path:
+        return LaneConnection(settings.lane_path, on_unasked, timeout_s)
+    return GrpcConnection(settings)
+
+
+def pause(seconds: float) -> None:
+    """Let time pass."""
+    time.sleep(seconds)
+
+
+def run_copy(copy: Callable[[], Result], size_bytes: int) -> Result:  # noqa: ARG001 - as in aio
+    """Run a copy here and now: the caller has said that it may block."""
+    return copy()
+
+
+def run_blocking(function: Callable[[], Result]) -> Result:
+    """Run what takes long, here and now."""
+    return function()
+
+
+class SingleFlight:
+    """Runs one action at a time. The action finds out itself whether it is still needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def run(self, action: Callable[[], None], timeout_s: float) -> None:
+        """Run the action, after those of other threads. Raises DeadlineError when its turn does not come."""
+        if not self._lock.acquire(timeout=timeout_s):
+            raise DeadlineError(f"another thread's attempt took longer than {timeout_s:.3f} s")
+        try:
+            action()
+        finally:
+            self._lock.release()
+
+
+class Ticker:
+    """Calls `action` each `interval_s`, and at once when woken, on a thread of its own."""
+
+    def __init__(self, action: Callable[[], None], interval_s: float) -> None:
+        self.interval_s = interval_s
+        self._action = action
+        self._woken = threading.Event()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="kvclient-ticker", daemon=True)
+        self._pid = os.getpid()
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Make the next call now. Any thread may."""
+        self._woken.set()
+
+    def close(self) -> None:
+        """End, after the call under way. Idempotent."""
+        self._is_closed = True
+        self._woken.set()
+        # In a child of a fork the thread does not exist.
+        if os.getpid() == self._pid and self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._woken.wait(self.interval_s)
+            self._woken.clear()
+            if self._is_closed:
+                return
+            try:
+                self._action()
+            except KvError as error:
+                _log.warning("heartbeat failed", extra={"reason": error.reason.name, "error": str(error)})
+            except Exception:  # noqa: BLE001 # border: task
+                _log.exception("heartbeat failed")

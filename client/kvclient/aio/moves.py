@@ -1,0 +1,281 @@
+"""Moves the bytes of blocks: under a capability, or through the directory."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import numpy as np
+
+from kvclient import outcomes
+from kvclient._backends.aio import run_copy
+from kvclient.aio.session import Session
+from kvclient.buffers import BlockBuffers
+from kvclient.directory import Directory, DirectoryRead
+from kvclient.keys import KEY_BYTES
+from kvclient.local_memory import LocalMemory
+from kvclient.results import GetResult, Lease, Reservation
+from kvproto.kv.v1 import lifecycle_service_pb2
+from kvservice.core.errors import (
+    BlockSizeError,
+    ChecksumMismatchError,
+    LeaseExpiredError,
+    PeerUnavailableError,
+    StaleIncarnationError,
+)
+from kvservice.core.outcomes import ItemOutcome
+from kvservice.core.row_layout import ReadOutcome
+from kvservice.core.slots import U8, U32, U64, Slots
+from kvservice.ports.methods import Method
+from kvservice.ports.transport import Transfer
+
+KEYS_NAMED_LIMIT = 8
+"""Keys that an error spells out; the rest are counted."""
+
+
+class Mover:
+    """Moves blocks between the caller's memory and slots, for one list of parts.
+
+    block_bytes: bytes of one block of each part.
+    """
+
+    def __init__(self, session: Session, block_bytes: tuple[int, ...]) -> None:
+        self._session = session
+        self.block_bytes = block_bytes
+        self._key_bytes = sum(block_bytes)
+
+    # ---- under a capability
+
+    async def write(self, reservation: Reservation, buffers: BlockBuffers) -> U32:
+        """Copy the blocks of the granted keys; return (slots,) uint32 checksums to commit with.
+
+        buffers: the blocks of all keys of the reservation's request.
+        """
+        self._check_life(reservation)
+        parts_count = len(self.block_bytes)
+        if len(reservation.granted) < len(reservation.outcomes):
+            # Key-major: the blocks of key i are i * parts and the ones behind it.
+            chosen = reservation.granted[:, None] * parts_count + np.arange(parts_count)
+            buffers = buffers.take(chosen.reshape(-1))
+        transport = self._session.transport
+        checksums = np.zeros(buffers.blocks_count, np.uint32)
+        is_summed = self._session.settings.checksums or transport.capabilities.is_checked_by_owner
+        transfer = self._transfer(
+            reservation.reservation_id, reservation.slots, buffers, checksums if is_summed else None
+        )
+        await self._map(reservation.slots)
+        holdings = self._session.holdings
+        holdings.begin_copy(reservation.reservation_id)
+        try:
+            await run_copy(functools.partial(transport.write, transfer), buffers.size_bytes)
+        finally:
+            holdings.end_copy(reservation.reservation_id)
+        # A deadline that passed meanwhile is no error yet: the daemon decides at the commit.
+        return checksums
+
+    async def read(self, lease: Lease, buffers: BlockBuffers, *, verify: bool) -> None:
+        """Copy all blocks of a lease into `buffers`.
+
+        Raises:
+            LeaseExpiredError, StaleGenerationError: discard what was read.
+        """
+        self._check_life(lease)
+        transport = self._session.transport
+        checksums = np.zeros(buffers.blocks_count, np.uint32) if verify else None
+        transfer = self._transfer(lease.lease_id, lease.slots, buffers, checksums)
+        await self._map(lease.slots)
+        holdings = self._session.holdings
+        holdings.begin_copy(lease.lease_id)
+        try:
+            await run_copy(functools.partial(transport.read, transfer), buffers.size_bytes)
+        finally:
+            holdings.end_copy(lease.lease_id)
+        await self.check_deadline(lease)
+
+    async def views(self, lease: Lease) -> list[memoryview]:
+        """Return a read-only view of each block of a lease, key-major.
+
+        In place where the transport can; else private copies. The caller has begun a
+        copy under the lease and ends it when the views are used no more.
+        """
+        lengths = self._lengths(lease.keys_count)
+        memory = self._session.memory
+        if memory is not None and self._session.transport.capabilities.has_views:
+            await self._map(lease.slots)
+            return memory.views(lease.slots, lengths)
+        private = memoryview(bytearray(lease.keys_count * self._key_bytes))
+        await self.read(lease, BlockBuffers.contiguous(private, self.block_bytes), verify=True)
+        stops = np.cumsum(lengths).tolist()
+        starts = [0, *stops[:-1]]
+        shown = private.toreadonly()
+        return [shown[start:stop] for start, stop in zip(starts, stops, strict=True)]
+
+    async def check_deadline(self, lease: Lease) -> None:
+        """Hold a lease to its own end.
+
+        Raises:
+            LeaseExpiredError: it has passed; nothing read under it may be used.
+        """
+        holdings = self._session.holdings
+        if holdings.is_revoked(lease.lease_id):
+            raise LeaseExpiredError(f"lease {lease.lease_id} was revoked by the daemon; acquire again")
+        if time.monotonic() <= holdings.deadline_s(lease.lease_id, lease.deadline_s):
+            return
+        if not holdings.holds(lease.lease_id) and await self._is_alive(lease):
+            return
+        raise LeaseExpiredError(
+            f"lease {lease.lease_id} passed its deadline before the bytes could be handed on; acquire again"
+        )
+
+    def check_generations(self, lease: Lease) -> None:
+        """Raise StaleGenerationError where a slot of a lease on this host has another owner by now."""
+        memory = self._session.memory
+        if memory is not None:
+            memory.check_generations(lease.slots)
+
+    async def verify(self, lease: Lease) -> None:
+        """Raise ChecksumMismatchError where leased bytes on this host are not those committed.
+
+        Private copies were held to their checksums when they were read.
+        """
+        memory = self._session.memory
+        if memory is None or lease.slots.checksums is None:
+            return
+        lengths = self._lengths(lease.keys_count)
+        sums = await run_copy(
+            functools.partial(memory.checksums, lease.slots, lengths), lease.keys_count * self._key_bytes
+        )
+        wrong = np.flatnonzero(sums != lease.slots.checksums).tolist()
+        if wrong:
+            raise ChecksumMismatchError(
+                f"{len(wrong)} of {len(sums)} blocks under lease {lease.lease_id} do not have their "
+                f"committed checksum, the first is block {wrong[0]}; purge it"
+            )
+
+    def begin_view(self, lease: Lease) -> None:
+        """Note that this process looks at leased memory. Raises LeaseExpiredError if it was revoked."""
+        self._session.holdings.begin_copy(lease.lease_id)
+
+    def end_view(self, lease: Lease) -> None:
+        """Note that it looks no more."""
+        self._session.holdings.end_copy(lease.lease_id)
+
+    # ---- through the directory
+
+    async def directory(self) -> Directory | None:
+        """Return this host's directory, mapped anew where it has moved; None where there is none."""
+        memory = self._session.memory
+        if memory is None or not memory.can_read_directory():
+            return None
+        directory = memory.directory
+        if directory is not None and directory.is_superseded:
+            await self._session.map_segments([], directory=True)
+            directory = memory.directory
+        return directory
+
+    async def get_local(self, keys: bytes, spaces: tuple[int, ...], buffers: BlockBuffers) -> GetResult:
+        """Read each key by itself; see `Namespace.get`."""
+        read, memory = await self._read_directory(keys, spaces, buffers)
+        count = len(keys) // KEY_BYTES
+        for touched in read.touched:
+            memory.touched(touched)
+        if read.hits_count == count:
+            became = np.full(count, ItemOutcome.HIT, np.uint8)
+            return GetResult(became, count, count * self._key_bytes)
+        outcomes_read = read.outcomes
+        if (outcomes_read == ReadOutcome.UNMAPPED).any():
+            outcomes_read = await self._read_unmapped(keys, spaces, buffers, outcomes_read)
+        _check_sound(keys, outcomes_read)
+        found = (outcomes_read == ReadOutcome.HIT).view(np.uint8)
+        hits_count = int(np.count_nonzero(found))
+        return GetResult(
+            outcomes.from_found(found), outcomes.prefix_count(found), hits_count * self._key_bytes
+        )
+
+    async def _read_directory(
+        self, keys: bytes, spaces: tuple[int, ...], buffers: BlockBuffers
+    ) -> tuple[DirectoryRead, LocalMemory]:
+        memory, directory = self._session.memory, await self.directory()
+        if memory is None or directory is None:
+            raise PeerUnavailableError("the connection to the daemon was lost while its memory was in use")
+        copy = functools.partial(directory.read, keys, spaces, buffers, verify=self._session.settings.verify)
+        return await run_copy(copy, buffers.size_bytes), memory
+
+    async def _read_unmapped(
+        self, keys: bytes, spaces: tuple[int, ...], buffers: BlockBuffers, outcomes_read: U8
+    ) -> U8:
+        """Map the segments of those keys that need it, and read these keys once more."""
+        indexes = np.flatnonzero(outcomes_read == ReadOutcome.UNMAPPED)
+        some_keys = b"".join(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES] for index in indexes.tolist())
+        directory = await self.directory()
+        if directory is not None:
+            await self._map_numbers(directory.segments_of(some_keys, spaces))
+        parts_count = len(self.block_bytes)
+        chosen = (indexes[:, None] * parts_count + np.arange(parts_count)).reshape(-1)
+        read, memory = await self._read_directory(some_keys, spaces, buffers.take(chosen))
+        for touched in read.touched:
+            memory.touched(touched)
+        merged = outcomes_read.copy()
+        merged[indexes] = read.outcomes
+        return merged
+
+    # ---- private
+
+    async def _map(self, slots: Slots) -> None:
+        memory = self._session.memory
+        if memory is not None and (missing := memory.missing(slots)):
+            await self._map_numbers(missing)
+
+    async def _map_numbers(self, numbers: list[int]) -> None:
+        memory = self._session.memory
+        # Twice, since a mapping under way may be joined that is of other segments.
+        for _ in range(2):
+            missing = [] if memory is None else memory.missing_numbers(numbers)
+            if not missing:
+                return
+            await self._session.map_segments(missing, directory=False)
+
+    async def _is_alive(self, lease: Lease) -> bool:
+        """Ask the daemon for a lease that another process of the engine holds and renews."""
+        request = lifecycle_service_pb2.RenewRequest(lease_ids=[lease.lease_id])
+        answer = await self._session.call(Method.RENEW, request, lifecycle_service_pb2.RenewResponse)
+        return answer.lease_outcomes[0] == ItemOutcome.DONE
+
+    def _transfer(
+        self, capability_id: int, slots: Slots, buffers: BlockBuffers, checksums: U32 | None
+    ) -> Transfer:
+        return Transfer(
+            capability_id=capability_id,
+            slots=slots,
+            slot_indexes=np.arange(len(slots)),
+            lengths=buffers.lengths,
+            pieces=buffers.pieces,
+            checksums=checksums,
+            timeout_s=self._session.settings.transfer_timeout_s,
+        )
+
+    def _lengths(self, keys_count: int) -> U64:
+        return np.tile(np.array(self.block_bytes, np.uint64), keys_count)
+
+    def _check_life(self, held: Reservation | Lease) -> None:
+        self._session.check_process()
+        now = self._session.attachment.daemon_incarnation
+        if held.daemon_incarnation != now:
+            raise StaleIncarnationError(
+                f"{type(held).__name__} is of daemon {held.daemon_incarnation.hex()}, now it is {now.hex()}; "
+                "reserve or acquire again"
+            )
+
+
+def _check_sound(keys: bytes, outcomes_read: U8) -> None:
+    for outcome, error, what in (
+        (ReadOutcome.CORRUPT, ChecksumMismatchError, "do not have their committed checksum; purge them"),
+        (ReadOutcome.LENGTH, BlockSizeError, "are stored with another length; open the shape that they have"),
+    ):
+        wrong = np.flatnonzero(outcomes_read == outcome).tolist()
+        if wrong:
+            named = [
+                f"keys[{index}] {keys[index * KEY_BYTES : (index + 1) * KEY_BYTES].hex()}"
+                for index in wrong[:KEYS_NAMED_LIMIT]
+            ]
+            raise error(f"{len(wrong)} blocks {what}: {', '.join(named)}")

@@ -1,0 +1,292 @@
+"""A namespace: put, get and lease blocks by key."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from kvclient import messages, outcomes
+from kvclient.aio.lease_view import LeaseView
+from kvclient.aio.moves import Mover
+from kvclient.aio.session import Session
+from kvclient.buffers import BlockBuffers, Blocks
+from kvclient.keys import KEY_BYTES, Keys, packed_keys
+from kvclient.representation import Identity, Part
+from kvclient.results import GetResult, Lease, LookupResult, PutResult, Reservation
+from kvproto.kv.v1 import lifecycle_service_pb2, session_service_pb2
+from kvservice.core.errors import StaleIncarnationError
+from kvservice.core.slots import U32
+from kvservice.ports.methods import Method
+
+Answer = TypeVar("Answer", bound=Message)
+
+REQUEST_ID_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The handles of a namespace in one session."""
+
+    epoch: int
+    namespace_id: bytes
+    space_ids: tuple[int, ...]
+
+
+class Namespace:
+    """Blocks of one identity, salt and list of parts; `KvClient.open_namespace` makes it.
+
+    It outlives sessions: after a restart of the daemon it is opened again by its next
+    use. Blocks are key-major over the parts, and a key is there only with all of them.
+    """
+
+    def __init__(self, session: Session, identity: Identity, parts: tuple[Part, ...], salt: bytes) -> None:
+        self._session = session
+        self._mover = Mover(session, tuple(part.block_bytes for part in parts))
+        self._request = messages.open_request(identity, parts, salt)
+        self._opening: Opening | None = None
+        self.identity = identity
+        self.parts = parts
+        self.block_bytes = self._mover.block_bytes
+
+    @property
+    def namespace_id(self) -> bytes:
+        """The 32 bytes that everyone who opens the same namespace gets."""
+        return b"" if self._opening is None else self._opening.namespace_id
+
+    async def open(self) -> None:
+        """Open it in the present session. Idempotent; every call does it where needed."""
+        epoch = self._session.epoch
+        answer = await self._session.call(
+            Method.OPEN_NAMESPACE, self._request, session_service_pb2.OpenNamespaceResponse, epoch=epoch
+        )
+        self._opening = Opening(epoch, answer.namespace_id, tuple(answer.space_ids))
+        await self._session.prepare_memory()
+
+    # ---- one call each
+
+    async def lookup(self, keys: Keys) -> LookupResult:
+        """Ask the daemon for each key whether it is committed in all parts."""
+        packed = packed_keys(keys)
+
+        def request(opening: Opening) -> Message:
+            return lifecycle_service_pb2.LookupRequest(space_ids=opening.space_ids, keys=packed)
+
+        answer = await self._call(Method.LOOKUP, request, lifecycle_service_pb2.LookupResponse)
+        return LookupResult(messages.outcomes(answer.outcomes), answer.prefix_count)
+
+    async def lookup_local(self, keys: Keys) -> LookupResult:
+        """Answer like `lookup` from this host's directory, without a call.
+
+        It knows no PENDING. Where there is no directory it is a `lookup`.
+        """
+        packed = packed_keys(keys)
+        opening = await self._opened()
+        directory = await self._mover.directory()
+        if directory is None:
+            return await self.lookup(packed)
+        found = directory.find(packed, opening.space_ids)
+        return LookupResult(outcomes.from_found(found), outcomes.prefix_count(found))
+
+    async def reserve(
+        self, keys: Keys, request_id: bytes | None = None, ttl_s: float | None = None
+    ) -> Reservation:
+        """Ask for the right to write those keys that are neither committed nor pending.
+
+        request_id: 16 bytes; the same again finds the same reservation. Random if None.
+
+        Raises:
+            ArenaFullError, QuotaExceededError, LimitReachedError: nothing was granted; later.
+            DuplicateKeyError: a key stands twice.
+        """
+        packed = packed_keys(keys)
+        request_id = request_id or os.urandom(REQUEST_ID_BYTES)
+        ttl = messages.duration(ttl_s)
+
+        def request(opening: Opening) -> Message:
+            return lifecycle_service_pb2.ReserveRequest(
+                request_id=request_id, space_ids=opening.space_ids, keys=packed, ttl=ttl
+            )
+
+        asked_s = time.monotonic()
+        answer = await self._call(Method.RESERVE, request, lifecycle_service_pb2.ReserveResponse)
+        reservation = messages.reservation(answer, asked_s, self._session.attachment.daemon_incarnation)
+        if reservation.reservation_id:
+            self._session.holdings.add(
+                reservation.reservation_id, is_lease=False, deadline_s=reservation.deadline_s
+            )
+        return reservation
+
+    async def acquire(self, keys: Keys, ttl_s: float | None = None) -> Lease | None:
+        """Lease the longest contiguous committed prefix; None when the first key is a miss.
+
+        Raises:
+            LimitReachedError: this session holds as many leases as it may.
+            PeerUnavailableError: the connection was lost; the lease, if there is one, expires.
+        """
+        packed = packed_keys(keys)
+        ttl = messages.duration(ttl_s)
+
+        def request(opening: Opening) -> Message:
+            return lifecycle_service_pb2.AcquireRequest(space_ids=opening.space_ids, keys=packed, ttl=ttl)
+
+        asked_s = time.monotonic()
+        answer = await self._call(Method.ACQUIRE, request, lifecycle_service_pb2.AcquireResponse)
+        if not answer.HasField("lease"):
+            return None
+        lease = messages.lease(answer.lease, asked_s, self._session.attachment.daemon_incarnation)
+        self._session.holdings.add(lease.lease_id, is_lease=True, deadline_s=lease.deadline_s)
+        return lease
+
+    # ---- bytes under a capability
+
+    async def write(self, reservation: Reservation, blocks: Blocks) -> U32:
+        """Copy blocks into the slots of a reservation of any process of this engine.
+
+        blocks: of all keys of the request, granted or not, key-major; only those of
+            granted keys are read.
+
+        Returns (slots,) uint32, the checksums to commit with.
+
+        Raises:
+            StaleIncarnationError: the daemon that granted it is gone.
+            StaleGenerationError, ReservationExpiredError: it ended; abort.
+        """
+        keys_count = len(reservation.outcomes)
+        buffers = BlockBuffers.of(blocks, self.block_bytes)
+        buffers.check(self.block_bytes, keys_count=keys_count, is_target=False)
+        return await self._mover.write(reservation, buffers)
+
+    async def read(self, lease: Lease, into: Blocks) -> int:
+        """Copy the blocks of a lease of any process of this engine; return the bytes moved.
+
+        into: memory of the first `lease.keys_count` keys, key-major.
+
+        Raises:
+            StaleIncarnationError: the daemon that granted it is gone.
+            LeaseExpiredError, StaleGenerationError: discard what was read.
+            ChecksumMismatchError: the bytes are not those committed.
+        """
+        buffers = BlockBuffers.of(into, self.block_bytes)
+        buffers.check(self.block_bytes, keys_count=lease.keys_count, is_target=True)
+        await self._mover.read(lease, buffers, verify=self._session.settings.verify)
+        return buffers.size_bytes
+
+    # ---- the whole way
+
+    async def put(self, keys: Keys, blocks: Blocks) -> PutResult:
+        """Store blocks: reserve, copy, commit. What others store is an outcome, not an error.
+
+        blocks: see `Blocks`; the caller's, unchanged until this returns.
+
+        Raises:
+            KvError: nothing of this call became visible.
+        """
+        packed = packed_keys(keys)
+        buffers = BlockBuffers.of(blocks, self.block_bytes)
+        buffers.check(self.block_bytes, keys_count=len(packed) // KEY_BYTES, is_target=False)
+        reservation = await self.reserve(packed)
+        stored_count = len(reservation.granted)
+        if not stored_count:
+            return PutResult(reservation.outcomes, 0, 0)
+        try:
+            checksums = await self._mover.write(reservation, buffers)
+            await self._commit(reservation, checksums)
+        except BaseException:
+            await self._give_up(reservation)
+            raise
+        bytes_moved = stored_count * sum(self.block_bytes)
+        return PutResult(outcomes.stored(reservation.outcomes), stored_count, bytes_moved)
+
+    async def get(self, keys: Keys, into: Blocks) -> GetResult:
+        """Read blocks into memory of the caller's.
+
+        On this host each key is looked up and read by itself, without a call, so every
+        key gets its own outcome. Elsewhere the contiguous prefix is leased and read;
+        keys behind the first miss are MISS, there or not.
+
+        into: writable memory of all keys, see `Blocks`; the memory of a key that is no
+            HIT holds garbage afterwards.
+
+        Raises:
+            ChecksumMismatchError: stored bytes are not those committed.
+            KvError: the memory holds garbage.
+        """
+        packed = packed_keys(keys)
+        buffers = BlockBuffers.of(into, self.block_bytes)
+        buffers.check(self.block_bytes, keys_count=len(packed) // KEY_BYTES, is_target=True)
+        opening = await self._opened()
+        if self._session.memory is not None and await self._mover.directory() is not None:
+            return await self._mover.get_local(packed, opening.space_ids, buffers)
+        lease = await self.acquire(packed)
+        if lease is None:
+            return outcomes.of_prefix(len(packed) // KEY_BYTES, 0, 0)
+        try:
+            prefix = buffers.first(lease.keys_count * len(self.parts))
+            await self._mover.read(lease, prefix, verify=self._session.settings.verify)
+        finally:
+            await self._release(lease)
+        return outcomes.of_prefix(len(packed) // KEY_BYTES, lease.keys_count, prefix.size_bytes)
+
+    def lease(self, keys: Keys, *, ttl_s: float | None = None, verify: bool = False) -> LeaseView:
+        """Return a context in which the blocks can be seen, in place where possible.
+
+        `async with namespace.lease(keys) as view:` - the views are good until it ends.
+
+        verify: hold each block to its committed checksum first.
+        """
+        packed = packed_keys(keys)
+
+        async def acquire() -> Lease | None:
+            return await self.acquire(packed, ttl_s)
+
+        return LeaseView(acquire, self._mover, self._release, verify=verify)
+
+    # ---- private
+
+    async def _opened(self) -> Opening:
+        self._session.check_process()
+        opening = self._opening
+        if opening is None or opening.epoch != self._session.epoch:
+            await self.open()
+            opening = self._opening
+        if opening is None:
+            raise StaleIncarnationError("the session ended while the namespace was being opened; try again")
+        return opening
+
+    async def _call(
+        self, method: Method, request: Callable[[Opening], Message], response_type: type[Answer]
+    ) -> Answer:
+        """Call with the present handles; where the session ended meanwhile, once more with new ones."""
+        opening = await self._opened()
+        try:
+            return await self._session.call(method, request(opening), response_type, epoch=opening.epoch)
+        except StaleIncarnationError:
+            if opening.epoch == self._session.epoch:
+                raise
+        opening = await self._opened()
+        return await self._session.call(method, request(opening), response_type, epoch=opening.epoch)
+
+    async def _commit(self, reservation: Reservation, checksums: U32) -> None:
+        request = lifecycle_service_pb2.CommitRequest(
+            reservation_id=reservation.reservation_id, checksums=checksums.tolist()
+        )
+        epoch = self._session.epoch
+        await self._session.call(Method.COMMIT, request, lifecycle_service_pb2.CommitResponse, epoch=epoch)
+        self._session.holdings.discard(reservation.reservation_id)
+
+    async def _give_up(self, reservation: Reservation) -> None:
+        self._session.holdings.discard(reservation.reservation_id)
+        request = lifecycle_service_pb2.AbortRequest(reservation_id=reservation.reservation_id)
+        epoch = self._session.epoch
+        await self._session.post(Method.ABORT, request, lifecycle_service_pb2.AbortResponse, epoch=epoch)
+
+    async def _release(self, lease: Lease) -> None:
+        self._session.holdings.discard(lease.lease_id)
+        request = lifecycle_service_pb2.ReleaseRequest(lease_ids=[lease.lease_id])
+        epoch = self._session.epoch
+        await self._session.post(Method.RELEASE, request, lifecycle_service_pb2.ReleaseResponse, epoch=epoch)

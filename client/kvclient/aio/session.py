@@ -1,0 +1,334 @@
+"""One session with the daemon: connection, resumption, retries, beats, memory.
+
+Everything above speaks to the daemon through `Session.call`. A lost connection is
+resumed by token; where the daemon does not know the token any more (it restarted, or
+ended the session) a new session begins: `epoch` moves, and what was granted is void.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from kvclient import messages
+from kvclient._backends.aio import Connection, EventSource, SingleFlight, Ticker, pause, run_blocking
+from kvclient.config import ClientSettings
+from kvclient.holdings import Holdings
+from kvclient.local_memory import SEGMENTS_PER_CALL, LocalMemory
+from kvclient.results import Attachment
+from kvclient.retry import SAFE_TO_RETRY, Backoff
+from kvclient.touch_ahead import TouchAhead
+from kvproto.kv.v1 import local_lane_pb2, session_service_pb2
+from kvservice.core.errors import (
+    DeadlineError,
+    DrainingError,
+    InvariantError,
+    KvError,
+    PeerUnavailableError,
+    SessionUnknownError,
+    StaleIncarnationError,
+)
+from kvservice.ports.methods import Method
+from kvservice.ports.transport import Transport
+from kvservice.transports.tcp.client import TcpTransport
+
+Answer = TypeVar("Answer", bound=Message)
+Dial = Callable[[ClientSettings, Callable[[bytes], None], float], Awaitable[Connection]]
+
+FIRST_TOUCH_LIMIT_S = 2.0
+"""How long opening a namespace waits for its memory to be touched: six GiB of it."""
+
+
+class Session:
+    """Made by `KvClient.connect`; `open` before use, `close` after.
+
+    dial: opens a connection; the network is an argument, so tests bring their own.
+    """
+
+    def __init__(self, settings: ClientSettings, dial: Dial) -> None:
+        self.settings = settings
+        self._dial = dial
+        self._pid = os.getpid()
+        self._connection: Connection | None = None
+        self._attachment: Attachment | None = None
+        self._connecting = SingleFlight()
+        self._mapping = SingleFlight()
+        self._backoff = Backoff()
+        self._next_attempt_s = 0.0
+        self._is_closed = False
+        self._ticker = Ticker(self.beat, 1.0)
+        self._touch_ahead = TouchAhead()
+        self.holdings = Holdings(on_due=self._ticker.wake)
+        self.memory: LocalMemory | None = None
+        self._wire: TcpTransport | None = None
+        self.is_draining = False
+
+    @property
+    def attachment(self) -> Attachment:
+        """The session as the daemon opened it. Raises PeerUnavailableError before `open`."""
+        if self._attachment is None:
+            raise PeerUnavailableError("no session was opened yet; connect first")
+        return self._attachment
+
+    @property
+    def epoch(self) -> int:
+        """Number of the session; moves when the daemon did not resume the one before."""
+        return self.attachment.epoch
+
+    async def open(self) -> None:
+        """Connect and attach. Raises KvError when the daemon cannot be reached or refuses."""
+        await self._reconnect(time.monotonic() + self.settings.connect_timeout_s, is_patient=False)
+        self._ticker.start()
+
+    async def close(self) -> None:
+        """End the session, and every thread and task of it. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if os.getpid() != self._pid:
+            return  # All of it is the parent's.
+        await self._ticker.close()
+        self._touch_ahead.close()
+        connection = self._connection
+        if connection is not None and connection.is_open:
+            await self._detach(connection)
+        await self._abandon()
+
+    def check_process(self) -> None:
+        """Raise InvariantError in a child of a fork, where socket, memory and threads are the parent's."""
+        if os.getpid() != self._pid:
+            raise InvariantError(
+                f"this client was connected by process {self._pid} and is used in its fork {os.getpid()}; "
+                "connect in the child, after the fork"
+            )
+
+    async def call(
+        self,
+        method: Method,
+        request: Message,
+        response_type: type[Answer],
+        *,
+        epoch: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """Send one request; resume and send once more where that is safe.
+
+        epoch: the session that the request's handles belong to; None if it has none.
+
+        Raises:
+            StaleIncarnationError: the session of the handles is gone.
+            PeerUnavailableError: the connection was lost, or cannot be made.
+            DeadlineError: no answer in time.
+            KvError: what the daemon answered.
+        """
+        self.check_process()
+        end_s = time.monotonic() + (timeout_s or self.settings.call_timeout_s)
+        connection = self._connection
+        if connection is None or not connection.is_open:
+            await self._reconnect(end_s, is_patient=False)
+            connection = self._live()
+        self._check_epoch(method, epoch)
+        try:
+            return await connection.call(method, request, response_type, end_s - time.monotonic())
+        except PeerUnavailableError:
+            if connection.is_open or method not in SAFE_TO_RETRY or self._is_closed:
+                raise
+        except SessionUnknownError:
+            # Nothing was done, so even what is not idempotent may be sent again - by the
+            # caller, if its handles died with the session.
+            await connection.close()
+        await self._reconnect(end_s, is_patient=True)
+        self._check_epoch(method, epoch)
+        return await self._live().call(method, request, response_type, max(end_s - time.monotonic(), 0.001))
+
+    async def post(
+        self, method: Method, request: Message, response_type: type[Message], *, epoch: int
+    ) -> None:
+        """Send a request that ends something, without waiting for the answer.
+
+        Never raises: what does not arrive ends with its expiry or with the session.
+        """
+        connection = self._connection
+        if connection is None or not connection.is_open or epoch != self.epoch or self._pid != os.getpid():
+            return
+        try:
+            await connection.post(method, request, response_type)
+        except KvError:
+            return
+
+    async def stream(
+        self, method: Method, request: Message, response_type: type[Answer]
+    ) -> EventSource[Answer]:
+        """Open a call that is answered by many messages."""
+        self.check_process()
+        connection = self._connection
+        if connection is None or not connection.is_open:
+            await self._reconnect(time.monotonic() + self.settings.call_timeout_s, is_patient=False)
+            connection = self._live()
+        return connection.stream(method, request, response_type)
+
+    async def beat(self) -> None:
+        """Renew what is held, report what was read, take revocations; the ticker calls it."""
+        if self._is_closed:
+            return
+        attachment, beat = self.attachment, self.holdings.beat()
+        limit = attachment.limits.max_batch_keys or 1
+        touched = self.memory.drain_touches() if self.memory is not None else ([], [])
+        for request in messages.heartbeats(beat, touched, limit=limit):
+            sent_s = time.monotonic()
+            answer = await self.call(
+                Method.HEARTBEAT, request, session_service_pb2.HeartbeatResponse, epoch=attachment.epoch
+            )
+            deadline_s = sent_s + messages.seconds(answer.remaining)
+            self.holdings.renewed(list(request.lease_ids), answer.lease_outcomes, deadline_s)
+            self.holdings.renewed(list(request.reservation_ids), answer.reservation_outcomes, deadline_s)
+            self.holdings.acknowledged(list(request.acknowledged_ids))
+            self.holdings.revoke(list(answer.revoked_ids))
+
+    # ---- bytes
+
+    @property
+    def transport(self) -> Transport:
+        """The way to the bytes of this session. Raises PeerUnavailableError where there is none."""
+        if self.memory is not None:
+            return self.memory.transport
+        if self._wire is None:
+            raise PeerUnavailableError(
+                "the daemon has no tcp data plane; start it with one, or use its Unix socket on this host"
+            )
+        return self._wire
+
+    async def prepare_memory(self) -> None:
+        """Map what the tenant has now, and wait a little for its first touch."""
+        if self.memory is not None:
+            await self.map_segments([], directory=self.memory.directory is None)
+            await run_blocking(functools.partial(self._touch_ahead.wait, FIRST_TOUCH_LIMIT_S))
+
+    async def map_segments(self, segments: list[int], *, directory: bool) -> None:
+        """Map segments (none: all that the tenant has), and the directory anew if asked."""
+        action = functools.partial(self._map_segments, segments, directory=directory)
+        await self._mapping.run(action, self.settings.call_timeout_s)
+
+    async def _map_segments(self, segments: list[int], *, directory: bool) -> None:
+        memory = self.memory
+        wanted = list(segments)
+        is_first = True
+        while memory is not None and (wanted or is_first):
+            request = local_lane_pb2.MapSegmentsRequest(
+                segments=wanted[:SEGMENTS_PER_CALL], directory=directory and is_first
+            )
+            answer, descriptors = await self._live().map_segments(
+                request, local_lane_pb2.MapSegmentsResponse, self.settings.call_timeout_s
+            )
+            unmapped = memory.install(answer, descriptors)
+            wanted = wanted[SEGMENTS_PER_CALL:] if segments else unmapped
+            is_first = False
+
+    # ---- connection
+
+    async def _reconnect(self, end_s: float, *, is_patient: bool) -> None:
+        """See that there is a live connection; patient: try again until `end_s`."""
+        action = functools.partial(self._connect, end_s, is_patient=is_patient)
+        await self._connecting.run(action, max(end_s - time.monotonic(), 0.001))
+
+    async def _connect(self, end_s: float, *, is_patient: bool) -> None:
+        while self._connection is None or not self._connection.is_open:
+            if self._is_closed:
+                raise PeerUnavailableError("the client was closed; connect a new one")
+            now_s = time.monotonic()
+            wait_s = self._next_attempt_s - now_s
+            if wait_s > 0 and not is_patient:
+                # An engine would rather recompute than wait for a daemon that is down.
+                raise PeerUnavailableError(f"the daemon is down; the next attempt is due in {wait_s:.2f} s")
+            if now_s + max(wait_s, 0.0) >= end_s:
+                raise PeerUnavailableError("the daemon did not come back before the deadline of the call")
+            if wait_s > 0:
+                await pause(wait_s)
+            try:
+                await self._attach(end_s)
+            except (PeerUnavailableError, DeadlineError, DrainingError):
+                self._next_attempt_s = time.monotonic() + self._backoff.next_s()
+                if not is_patient:
+                    raise
+
+    async def _attach(self, end_s: float) -> None:
+        """Open a connection and the session on it."""
+        before = self._attachment
+        if self._connection is not None:
+            await self._connection.close()
+        timeout_s = max(min(end_s - time.monotonic(), self.settings.connect_timeout_s), 0.001)
+        connection = await self._dial(self.settings, self._unasked, timeout_s)
+        try:
+            request = messages.attach_request(self.settings, before)
+            answer = await connection.call(
+                Method.ATTACH, request, session_service_pb2.AttachResponse, timeout_s
+            )
+        except BaseException:
+            await connection.close()
+            raise
+        connection.bind(answer.session_token)
+        self._attachment = messages.attachment(answer, before)
+        if before is None or self._attachment.epoch != before.epoch:
+            self._begin_epoch(self._attachment)
+        self._ticker.interval_s = self._attachment.renew_interval_s
+        self._backoff.reset()
+        self._connection = connection
+
+    def _begin_epoch(self, attachment: Attachment) -> None:
+        """Drop what belonged to the session before."""
+        self.holdings.clear()
+        self.is_draining = False
+        self._close_planes()
+        if self.settings.lane_path:
+            self.memory = LocalMemory(self._touch_ahead)
+        elif attachment.tcp_address:
+            self._wire = TcpTransport(attachment.tcp_address, lambda: self.attachment.session_token)
+
+    def _close_planes(self) -> None:
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+    async def _detach(self, connection: Connection) -> None:
+        try:
+            await connection.call(
+                Method.DETACH,
+                session_service_pb2.DetachRequest(),
+                session_service_pb2.DetachResponse,
+                self.settings.call_timeout_s,
+            )
+        except KvError:
+            return  # The session ends with the process, or by its missing beats.
+
+    async def _abandon(self) -> None:
+        if self._connection is not None:
+            await self._connection.close()
+        self._close_planes()
+
+    def _unasked(self, body: bytes) -> None:
+        """Take what the daemon says unasked on the lane."""
+        notice = session_service_pb2.StreamResponse.FromString(body)
+        if notice.draining:
+            self.is_draining = True
+        self.holdings.revoke(list(notice.revoked_ids))
+
+    def _live(self) -> Connection:
+        connection = self._connection
+        if connection is None or not connection.is_open:
+            raise PeerUnavailableError("the connection to the daemon was lost")
+        return connection
+
+    def _check_epoch(self, method: Method, epoch: int | None) -> None:
+        if epoch is not None and epoch != self.epoch:
+            raise StaleIncarnationError(
+                f"{method.name}: its handles are of session {epoch} of this client, now it is {self.epoch}: "
+                "the daemon restarted or ended the session; open, reserve or acquire again"
+            )

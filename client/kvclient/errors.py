@@ -1,0 +1,73 @@
+"""Every failure that a call can end in; the daemon raises the same classes.
+
+All of them are `KvError`. For a serving engine each means the same: do without
+the cached block and compute it.
+"""
+
+from __future__ import annotations
+
+from kvservice.core.errors import (
+    ArenaFullError,
+    BatchSizeError,
+    BlockSizeError,
+    ChecksumMismatchError,
+    DeadlineError,
+    DrainingError,
+    DuplicateKeyError,
+    EventsLostError,
+    IncompleteBlockError,
+    InvalidFieldError,
+    InvariantError,
+    KvError,
+    LeaseExpiredError,
+    LeaseUnknownError,
+    LimitReachedError,
+    MalformedError,
+    NotOwnerError,
+    PeerUnavailableError,
+    QuotaExceededError,
+    Reason,
+    RequestIdReusedError,
+    ReservationAbortedError,
+    ReservationExpiredError,
+    ReservationUnknownError,
+    SessionUnknownError,
+    SpaceNotOpenError,
+    StaleGenerationError,
+    StaleIncarnationError,
+    TenantUnknownError,
+    UnknownMethodError,
+)
+
+__all__ = [
+    "ArenaFullError",
+    "BatchSizeError",
+    "BlockSizeError",
+    "ChecksumMismatchError",
+    "DeadlineError",
+    "DrainingError",
+    "DuplicateKeyError",
+    "EventsLostError",
+    "IncompleteBlockError",
+    "InvalidFieldError",
+    "InvariantError",
+    "KvError",
+    "LeaseExpiredError",
+    "LeaseUnknownError",
+    "LimitReachedError",
+    "MalformedError",
+    "NotOwnerError",
+    "PeerUnavailableError",
+    "QuotaExceededError",
+    "Reason",
+    "RequestIdReusedError",
+    "ReservationAbortedError",
+    "ReservationExpiredError",
+    "ReservationUnknownError",
+    "SessionUnknownError",
+    "SpaceNotOpenError",
+    "StaleGenerationError",
+    "StaleIncarnationError",
+    "TenantUnknownError",
+    "UnknownMethodError",
+]
