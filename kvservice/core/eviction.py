@@ -76,11 +76,11 @@ class LeastRecentlyUsed:
 
     def victims(self, count: int, eligible: Eligible) -> I64:
         """See EvictionPolicy."""
-        chosen = self._still_valid(eligible)
-        if len(chosen) < count:
-            self._scan(max(count, QUEUE_MIN_COUNT, len(self._stamps) // QUEUE_SHARE), eligible)
-            chosen = self._queue
-        return chosen[:count]
+        if len(self._queue) < count or not self._is_valid(slice(count), eligible).all():
+            self._drop_invalid(eligible)
+            if len(self._queue) < count:
+                self._scan(max(count, QUEUE_MIN_COUNT, len(self._stamps) // QUEUE_SHARE), eligible)
+        return self._queue[:count]
 
     def newest(self, indexes: I64 | slice) -> int:
         """See EvictionPolicy."""
@@ -90,12 +90,17 @@ class LeastRecentlyUsed:
         """See EvictionPolicy."""
         return int(self._stamps.min(where=eligible, initial=np.uint64(2**63)))
 
-    def _still_valid(self, eligible: Eligible) -> I64:
-        """Drop from the queue what was used, evicted or pinned since the scan."""
-        keep = eligible(self._queue) & (self._stamps[self._queue] == self._queue_stamps)
+    def _is_valid(self, some: slice, eligible: Eligible) -> Mask:
+        """Which of the queued were not used, evicted or pinned since the scan."""
+        queued = self._queue[some]
+        mask: Mask = self._stamps[queued] == self._queue_stamps[some]
+        mask &= eligible(queued)
+        return mask
+
+    def _drop_invalid(self, eligible: Eligible) -> None:
+        keep = self._is_valid(slice(None), eligible)
         self._queue = self._queue[keep]
         self._queue_stamps = self._queue_stamps[keep]
-        return self._queue
 
     def _scan(self, count: int, eligible: Eligible) -> None:
         candidates = np.flatnonzero(eligible(slice(None)))
