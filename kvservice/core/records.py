@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvservice.core.slot_pool import SlotPool
-from kvservice.core.slots import I64, U32
+from kvservice.core.slots import I64, U32, Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ class Session:
 class Reservation:
     """The exclusive right to write some slots, until `deadline_ns`.
 
-    keys: packed, of the granted keys. arrived: (slots,) uint32 checksums of what
+    keys: packed, of the granted keys. slots: where `batch` is, which does not change
+    before the end. arrived: (slots,) uint32 checksums of what
     came over a wire, valid where `has_arrived`.
     """
 
@@ -68,6 +69,7 @@ class Reservation:
     keys: bytes
     outcomes: bytes
     batch: SlotBatch
+    slots: Slots
     deadline_ns: int
     arrived: dict[int, int] = field(default_factory=dict)
 

@@ -89,6 +89,7 @@ class ReservationDesk:
             return ReserveAnswer(0, outcomes, _NOTHING, 0)
         keys = pick_keys(event.keys, granted)
         batch = self._take_slots(tenant, spaces, keys)
+        slots = self._note_pending(tenant, spaces, keys, batch)
         reservation = Reservation(
             reservation_id=books.mint(),
             session=session,
@@ -98,6 +99,7 @@ class ReservationDesk:
             keys=keys,
             outcomes=outcomes.tobytes(),
             batch=batch,
+            slots=slots,
             deadline_ns=now + ttl,
         )
         books.reservations[reservation.reservation_id] = reservation
@@ -174,7 +176,7 @@ class ReservationDesk:
         return ReserveAnswer(
             reservation.reservation_id,
             np.frombuffer(reservation.outcomes, dtype=np.uint8),
-            describe(reservation.batch, with_checksums=False),
+            reservation.slots,
             reservation.deadline_ns - now,
         )
 
@@ -214,17 +216,24 @@ class ReservationDesk:
         for space, group in zip(spaces, groups, strict=True):
             group.pool.keys[group.indexes] = key_rows
             group.pool.spaces[group.indexes] = space.id
-            slots = group.pool.slots(group.indexes, with_checksums=False)
+        return SlotBatch(tuple(groups), count * parts)
+
+    def _note_pending(self, tenant: Tenant, spaces: list[Space], keys: bytes, batch: SlotBatch) -> Slots:
+        """Let nobody else reserve the keys; return where their slots are."""
+        slots = describe(batch, with_checksums=False)
+        unknown = np.zeros(len(keys) // KEY_BYTES, dtype=np.uint32)
+        for space, group in zip(spaces, batch.groups, strict=True):
+            own = slots if len(spaces) == 1 else slots.take(group.positions)
             tenant.pending.insert(
                 keys,
                 space.id,
-                segments=slots.segments,
-                granules=slots.granules,
+                segments=own.segments,
+                granules=own.granules,
                 length_bytes=space.block_bytes,
-                checksums=group.pool.checksums[group.indexes],
-                generations=slots.generations,
+                checksums=unknown,
+                generations=own.generations,
             )
-        return SlotBatch(tuple(groups), count * parts)
+        return slots
 
     def _check_arrived(self, reservation: Reservation, checksums: U32) -> None:
         """Hold the writer's checksums to those of the bytes that came over a wire."""
@@ -249,7 +258,8 @@ class ReservationDesk:
             pool.state[indexes] = _COMMITTED
             pool.policy.touched(indexes)
             tenant.pending.remove(reservation.keys, np.full(count, space_id, dtype=np.uint32))
-            slots = pool.slots(indexes, with_checksums=False)
+            is_single = len(reservation.spaces) == 1
+            slots = reservation.slots if is_single else reservation.slots.take(group.positions)
             tenant.directory.insert(
                 reservation.keys,
                 space_id,

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -162,11 +163,15 @@ class Daemon:
     def _connect_listeners(self, coordinator: Coordinator, feed: EventFeed) -> None:
         """Hand the coordinator's news, from whatever thread, to the event loop."""
         loop = asyncio.get_running_loop()
+        loop_thread = threading.get_ident()
         lane, grpc_server = self._lane, self._grpc
         assert lane is not None and grpc_server is not None  # noqa: S101, PT018 - built just before
 
         def on_loop(call: Callable[..., Any]) -> Callable[..., None]:
             def post(*arguments: Any) -> None:
+                if threading.get_ident() == loop_thread:
+                    call(*arguments)  # Waking the loop that runs us would cost a system call.
+                    return
                 with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
                     loop.call_soon_threadsafe(call, *arguments)
 

@@ -20,7 +20,8 @@ A connection carries one transfer at a time; frames as in
 The go-ahead costs a write half a round trip, and buys that a refused write never
 has payload in flight: nobody must drain gigabytes to keep a connection, and the
 two ends can never both wait for the other to read. An error found before the
-payload keeps the connection; one in the middle of it ends it.
+payload keeps the connection. One in the middle of it ends the connection, as does a
+malformed request; the ERROR then has call id 0, where it can be sent at all.
 """
 
 from kvservice.transports.tcp.client import TcpTransport

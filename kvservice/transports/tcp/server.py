@@ -75,6 +75,7 @@ class TcpServer:
         self._accepting: threading.Thread | None = None
         self._changed = threading.Condition()
         self._is_stopping = False
+        self._failures_count = 0
         self._threads: dict[Wire, threading.Thread] = {}
         self._busy: set[Wire] = set()
 
@@ -82,6 +83,11 @@ class TcpServer:
     def connections_count(self) -> int:
         """Connections that are open now."""
         return len(self._threads)
+
+    @property
+    def failures_count(self) -> int:
+        """Connections that ended by a bug, since the start."""
+        return self._failures_count
 
     def start(self) -> str:
         """Listen; return the bound address, "host:port".
@@ -170,7 +176,10 @@ class TcpServer:
         try:
             while self._serve_request(wire):
                 pass
-        except Exception:  # A border: a bug in one transfer must not take the server down.
+        except Exception:  # border: task
+            # A bug in one transfer costs its connection; the server serves on.
+            with self._changed:
+                self._failures_count += 1
             log.exception("tcp connection failed")
         finally:
             with self._changed:
@@ -195,7 +204,7 @@ class TcpServer:
                 self._busy.add(wire)
         if is_stopping:
             draining = DrainingError("this daemon is stopping", retry_after_ms=1000)
-            self._send_error(wire, frame.method, frame.call_id, draining)
+            self._send_error(wire, frame.method, call_id=0, error=draining)
             return False
         try:
             return self._handle(wire, frame)
@@ -215,13 +224,13 @@ class TcpServer:
         try:
             self._dispatch(wire, frame)
         except KvError as error:
-            is_in_step = wire.can_listen and wire.can_speak
-            self._send_error(wire, frame.method, frame.call_id, error)
-            return is_in_step and not isinstance(error, MalformedError)
+            is_kept = wire.can_listen and wire.can_speak and not isinstance(error, MalformedError)
+            self._send_error(wire, frame.method, frame.call_id if is_kept else 0, error)
+            return is_kept
         except Exception:
             # Tell the peer before the border above logs it and ends the connection.
             bug = InvariantError("the transfer failed inside the daemon; its log says more")
-            self._send_error(wire, frame.method, frame.call_id, bug)
+            self._send_error(wire, frame.method, call_id=0, error=bug)
             raise
         return True
 
@@ -277,7 +286,10 @@ class TcpServer:
         _respond(wire, frame, TransferResponse(checksums=sums.tolist()))
 
     def _send_error(self, wire: Wire, method: int, call_id: int, error: KvError) -> None:
-        """Tell the peer, where the wire still carries a frame; never raises."""
+        """Tell the peer, where the wire still carries a frame; never raises.
+
+        call_id: 0 tells the client that the connection ends with this.
+        """
         log.debug("tcp transfer failed", extra={"method": method, "call_id": call_id, "error": str(error)})
         if not wire.can_speak:
             return
