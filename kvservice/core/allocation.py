@@ -13,7 +13,7 @@ import numpy as np
 
 from kvservice.core.books import Books, Tenant
 from kvservice.core.effects import LendSegment, NewsForTenant
-from kvservice.core.errors import ArenaFullError, QuotaExceededError
+from kvservice.core.errors import ArenaFullError, KvError, QuotaExceededError
 from kvservice.core.history import FactKind
 from kvservice.core.limits import RETRY_AFTER_MS
 from kvservice.core.slot_pool import SlotPool, SlotState
@@ -202,13 +202,28 @@ def _take_segment(books: Books, owner: SlotPool, number: int) -> None:
 
 
 def _lend(books: Books, pool: SlotPool, number: int) -> None:
-    page = books.memory.generations(number)
+    """Hand a segment that nobody has to a pool."""
     before = books.last_tenant.get(number)
-    if before is not None:
+    is_fresh = before not in {None, pool.tenant}
+    if is_fresh:
+        number = _renew(books, number)
+    page = books.memory.generations(number)
+    if before is not None and not is_fresh:
         # The slots of the pool before began at other granules; readers that still
         # hold one must find its generation moved, wherever it began.
         page += np.uint64(1)
     books.lent[number] = pool
     books.last_tenant[number] = pool.tenant
     pool.add_segment(number, page)
-    books.effects.append(LendSegment(number, pool.tenant, must_scrub=before not in {None, pool.tenant}))
+    books.effects.append(LendSegment(number, pool.tenant, is_fresh))
+
+
+def _renew(books: Books, number: int) -> int:
+    """Replace the memory of a segment that changes its tenant; return its new number."""
+    try:
+        fresh = books.memory.renew(number)
+    except KvError:
+        books.free_segments.append(number)
+        raise
+    del books.last_tenant[number]
+    return fresh

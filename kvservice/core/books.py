@@ -48,6 +48,13 @@ class ArenaMemory(Protocol):
     def create_directory(self, tenant: str, capacity_rows: int) -> Rows:
         """Return zeroed rows of a tenant's directory; an earlier one is superseded."""
 
+    def renew(self, segment: int) -> int:
+        """Give a segment up and return the number of a fresh one of zeros in its place.
+
+        A tenant that had the old one may have it mapped for as long as it likes, so
+        neither its memory nor its number serve anybody else.
+        """
+
 
 class PolicyFactory(Protocol):
     """Makes the eviction policy of one pool."""

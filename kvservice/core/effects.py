@@ -13,14 +13,14 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class LendSegment(Effect):
-    """A segment now serves a tenant: make it ready; scrub it if told.
+    """A segment now serves a tenant.
 
-    Runs before any answer that names the segment leaves the daemon.
+    is_fresh: its memory was never used, so its pages are worth touching ahead.
     """
 
     segment: int
     tenant: str
-    must_scrub: bool
+    is_fresh: bool
 
 
 @dataclass(frozen=True, slots=True)

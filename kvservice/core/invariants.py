@@ -97,8 +97,11 @@ def _check_quota(tenant: Tenant) -> None:
 
 def _check_segments(books: Books) -> None:
     """Every segment is free or lent to one pool, which has it."""
-    numbers = sorted([*books.free_segments, *books.lent])
-    invariant(numbers == list(range(books.limits.segments_count)), f"segments are {numbers}, not each once")
+    numbers = [*books.free_segments, *books.lent]
+    invariant(
+        len(numbers) == len(set(numbers)) == books.limits.segments_count,
+        f"segments are {sorted(numbers)}, not {books.limits.segments_count} different ones",
+    )
     for number, pool in books.lent.items():
         invariant(pool.has_segment(number), f"segment {number} is lent to a pool that lacks it")
 

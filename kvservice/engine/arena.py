@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from queue import SimpleQueue
 
 import numpy as np
 
+from kvservice.core.errors import KvError
 from kvservice.core.row_layout import ROW_DTYPE
 from kvservice.core.row_table import Rows
 from kvservice.core.slots import GRANULE_BYTES, U32, U64
@@ -15,7 +17,7 @@ from kvservice.transports.segments import OwnedSegment, OwnedTable
 _log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 5.0
-"""Touching a step takes milliseconds; the thread looks at its stop flag after each."""
+"""Touching a step takes milliseconds; a whole segment less than a second."""
 
 
 class Arena:
@@ -26,12 +28,15 @@ class Arena:
 
     def __init__(self, *, segments_count: int, segment_bytes: int) -> None:
         self.segment_bytes = segment_bytes
-        self._segments = [OwnedSegment.create(segment_bytes) for _ in range(segments_count)]
-        self._bases: U64 = np.array([s.address for s in self._segments], dtype=np.uint64)
+        self._segments = {n: OwnedSegment.create(segment_bytes) for n in range(segments_count)}
+        self._bases: U64 = np.zeros(segments_count, dtype=np.uint64)
+        for number, segment in self._segments.items():
+            self._bases[number] = segment.address
         self._directories: dict[str, OwnedTable] = {}
         self._retired: list[OwnedTable] = []
-        self._stopping = threading.Event()
+        self._untouched: SimpleQueue[OwnedSegment | None] = SimpleQueue()
         self._toucher: threading.Thread | None = None
+        self._is_closing = False
 
     def generations(self, segment: int) -> U64:
         """Return the page of generations of a segment, (granules,) uint64."""
@@ -63,28 +68,47 @@ class Arena:
         """(slots,) uint64: address of each slot in this process."""
         return self._bases[segments] + granules.astype(np.uint64) * np.uint64(GRANULE_BYTES)
 
-    def scrub(self, segment: int) -> None:
-        """Zero a segment before another tenant may see it."""
-        self._segments[segment].scrub()
+    def renew(self, segment: int) -> int:
+        """Replace a segment by a fresh one, and return the number of that.
+
+        Its pages go back to the machine although another process may have it mapped;
+        that process reads zeros from now on.
+        """
+        old = self._segments.pop(segment)
+        fresh = OwnedSegment.create(self.segment_bytes)
+        old.discard()
+        number = len(self._bases)
+        self._segments[number] = fresh
+        self._bases = np.append(self._bases, np.uint64(fresh.address))
+        return number
 
     def start_touching_ahead(self) -> None:
         """Make the pages of all segments resident, in the background."""
-        self._toucher = threading.Thread(target=self._touch_all, name="kv-touch", daemon=True)
+        for segment in self._segments.values():
+            self._untouched.put(segment)
+        self._toucher = threading.Thread(target=self._touch, name="kv-touch", daemon=True)
         self._toucher.start()
+
+    def touch_soon(self, segment: int) -> None:
+        """Make the pages of a fresh segment resident, in the background."""
+        if self._toucher is not None:
+            self._untouched.put(self._segments[segment])
 
     def close(self) -> None:
         """Unmap everything. No transfer may be running."""
-        self._stopping.set()
+        self._is_closing = True
         if self._toucher is not None:
+            self._untouched.put(None)
             self._toucher.join(JOIN_TIMEOUT_S)
-        for segment in self._segments:
+        for segment in self._segments.values():
             segment.close()
         for table in (*self._directories.values(), *self._retired):
             table.close()
 
-    def _touch_all(self) -> None:
-        for segment in self._segments:
-            if self._stopping.is_set():
-                return
-            segment.touch_ahead()
-        _log.debug("arena touched", extra={"bytes": len(self._segments) * self.segment_bytes})
+    def _touch(self) -> None:
+        while (segment := self._untouched.get()) is not None and not self._is_closing:
+            try:
+                segment.touch_ahead()
+            except KvError as error:
+                # Given up meanwhile, or no memory: the first writer pays, or is told.
+                _log.warning("a segment was not touched ahead: %s", error)

@@ -80,9 +80,9 @@ class Coordinator:
 
     def _run(self, effect: Effect) -> None:
         match effect:
-            case LendSegment(segment, _, must_scrub):
-                if must_scrub:
-                    self._arena.scrub(segment)
+            case LendSegment(segment, _, is_fresh):
+                if is_fresh:
+                    self._arena.touch_soon(segment)
             case Revoke(token, capability_id):
                 self.on_revoke(token, capability_id)
             case EndSession(token):

@@ -51,6 +51,8 @@ _GENERATION_BYTES = 8
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _F_SEAL_FUTURE_WRITE = 0x10
+_FALLOC_KEEP_SIZE = 0x01
+_FALLOC_PUNCH_HOLE = 0x02
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -65,6 +67,7 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -166,13 +169,13 @@ class OwnedSegment:
         touch_ahead(self._page, 0, self._page.size_bytes)
         touch_ahead(self.memory, 0, self.memory.size_bytes)
 
-    def scrub(self) -> None:
-        """Overwrite all bytes with zeros; the pages stay populated.
+    def discard(self) -> None:
+        """Close, and give the pages back although others may have the memory mapped.
 
-        Nobody else may be using the segment. Not by punching a hole: that frees
-        the pages, and having them again costs several times what this does.
+        Whoever still reads there finds zeros; the size stays, so nobody faults.
         """
-        ctypes.memset(self.memory.address, 0, self.memory.size_bytes)
+        _punch(self.fd, self.memory.size_bytes)
+        self.close()
 
     def close(self) -> None:
         """Close the descriptors and let go of the memory. Idempotent."""
@@ -437,3 +440,10 @@ def _unmap(address: int, size_bytes: int, owner_pid: int) -> None:
     # A child of a fork has other memory at this address, or none.
     if os.getpid() == owner_pid:
         _libc.munmap(address, size_bytes)
+
+
+def _punch(fd: int, size_bytes: int) -> None:
+    """Free all pages of a memfd and keep its size."""
+    mode = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
+    if _libc.fallocate(fd, mode, 0, size_bytes) != 0:
+        raise _no_memory(ctypes.get_errno(), f"cannot free {size_bytes} bytes")
