@@ -61,6 +61,9 @@ T = TypeVar("T")
 
 ENV_PREFIX = "KVSERVICE_"
 
+CLIENT_VARIABLES = frozenset({"KVSERVICE_ENDPOINT"})
+"""Read by `kvclient.config`; a shell that has them set must be able to start a daemon."""
+
 MAX_CONFIG_BYTES = MIB
 """A larger file holds no settings; without a bound a device file would never end."""
 
@@ -206,6 +209,8 @@ def _table(key: str, value: object, origin: str) -> dict[str, object]:
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, _Given]]:
     for variable in sorted(environ):
         text = environ[variable]
+        if variable in CLIENT_VARIABLES:
+            continue
         is_foreign = _KUBERNETES_NAME.fullmatch(variable) or _KUBERNETES_PORT.fullmatch(f"{variable}={text}")
         if not variable.startswith(ENV_PREFIX) or is_foreign:
             continue

@@ -475,3 +475,8 @@ def test_any_text_is_settings_or_one_line(tmp_path, text):
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     found = outcome(path, {}, {})
     assert isinstance(found, Settings) or len(found.splitlines()) == 1
+
+
+def test_the_variable_of_the_clients_is_none_of_the_daemons() -> None:
+    """A shell in which KVSERVICE_ENDPOINT is set for clients can start a daemon all the same."""
+    assert load(None, {"KVSERVICE_ENDPOINT": "unix:/run/kv.sock"}) == load(None, {})
