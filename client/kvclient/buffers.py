@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.memory_address import Located, locate
+from kvclient.memory_address import Located, locate_one
 from kvservice.core.errors import BatchSizeError, BlockSizeError, InvalidFieldError
 from kvservice.core.slots import I64, U32, U64
 from kvservice.ports.transport import Pieces
@@ -82,7 +82,8 @@ class BlockBuffers:
             raise BatchSizeError("blocks is empty; give one block at least")
         if isinstance(blocks[0], list | tuple):
             return cls._of_pieces(blocks)
-        located = [locate(block, "blocks", index) for index, block in enumerate(blocks)]
+        located = Located()
+        located.add(blocks, "blocks")
         return cls._one_piece_each(located)
 
     @classmethod
@@ -95,26 +96,27 @@ class BlockBuffers:
             BlockSizeError: the buffer's size is no multiple of their sum.
             InvalidFieldError: it is no contiguous CPU memory.
         """
-        found = locate(buffer, "blocks", None)
+        found = locate_one(buffer, "blocks")
+        size_bytes = found.sizes[0]
+        if len(block_bytes) == 1 and size_bytes == block_bytes[0]:
+            return cls._one_piece_each(found)
         key_bytes = sum(block_bytes)
-        if key_bytes <= 0 or found.size_bytes == 0 or found.size_bytes % key_bytes:
+        if key_bytes <= 0 or size_bytes % key_bytes:
             raise BlockSizeError(
-                f"blocks is one buffer of {found.size_bytes} bytes, which holds no whole number of keys of "
+                f"blocks is one buffer of {size_bytes} bytes, which holds no whole number of keys of "
                 f"{key_bytes} bytes (parts {list(block_bytes)}); give whole keys, or a list of buffers"
             )
-        if found.size_bytes == block_bytes[0]:
-            return cls._one_piece_each([found])
-        keys_count = found.size_bytes // key_bytes
+        keys_count = size_bytes // key_bytes
         lengths = np.tile(np.asarray(block_bytes, np.uint64), keys_count)
         addresses = np.empty_like(lengths)
-        addresses[0] = found.address
+        addresses[0] = found.addresses[0]
         np.cumsum(lengths[:-1], out=addresses[1:])
-        addresses[1:] += np.uint64(found.address)
+        addresses[1:] += addresses[0]
         uniform_bytes = block_bytes[0] if len(set(block_bytes)) == 1 else 0
         return cls(
             Pieces(addresses, lengths),
             lengths,
-            found.owner,
+            found.owners,
             is_writable=found.is_writable,
             uniform_bytes=uniform_bytes,
         )
@@ -258,21 +260,23 @@ class BlockBuffers:
         )
 
     @classmethod
-    def _one_piece_each(cls, located: Sequence[Located]) -> BlockBuffers:
-        sizes = [found.size_bytes for found in located]
-        lengths = np.array(sizes, np.uint64)
-        uniform_bytes = sizes[0] if sizes.count(sizes[0]) == len(sizes) else 0
+    def _one_piece_each(cls, located: Located) -> BlockBuffers:
+        sizes = located.sizes
+        count = len(sizes)
+        # One array for both: making an array costs more than slicing one.
+        numbers = np.array((*located.addresses, *sizes), np.uint64)
+        lengths = numbers[count:]
         return cls(
-            Pieces(np.array([found.address for found in located], np.uint64), lengths),
+            Pieces(numbers[:count], lengths),
             lengths,
-            located,
-            is_writable=all([found.is_writable for found in located]),  # noqa: C419 - a list is faster here
-            uniform_bytes=uniform_bytes,
+            located.owners,
+            is_writable=located.is_writable,
+            uniform_bytes=sizes[0] if sizes.count(sizes[0]) == count else 0,
         )
 
     @classmethod
     def _of_pieces(cls, blocks: Sequence[Sequence[Any]]) -> BlockBuffers:
-        located: list[Located] = []
+        located = Located()
         counts: list[int] = []
         for index, pieces in enumerate(blocks):
             if not isinstance(pieces, list | tuple) or not pieces:
@@ -280,14 +284,14 @@ class BlockBuffers:
                     f"blocks[{index}] is no list of pieces, or an empty one, while blocks[0] is a list; "
                     "give each block as a list of its pieces"
                 )
-            located += [locate(piece, f"blocks[{index}]", number) for number, piece in enumerate(pieces)]
+            located.add(pieces, f"blocks[{index}]")
             counts.append(len(pieces))
         return cls._of_arrays(
-            np.array([found.address for found in located], np.uint64),
-            np.array([found.size_bytes for found in located], np.uint64),
+            np.array(located.addresses, np.uint64),
+            np.array(located.sizes, np.uint64),
             np.array(counts, np.uint32),
-            located,
-            is_writable=all(found.is_writable for found in located),
+            located.owners,
+            is_writable=located.is_writable,
         )
 
     @classmethod

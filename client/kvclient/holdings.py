@@ -2,18 +2,23 @@
 
 The rule that this file keeps: a revocation is acknowledged only when no copy of this
 process runs under that id any more, since the daemon reuses the memory on our word.
-An id may be copied under without being held here: a scheduler acquires, a worker
-copies.
+And what has ended here is never copied under again. An id may be copied under without
+being held here: a scheduler acquires, a worker copies.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvservice.core.errors import LeaseExpiredError
+from kvservice.core.errors import LeaseExpiredError, ReservationExpiredError
 from kvservice.core.outcomes import ItemOutcome
+
+ENDED_LIMIT = 1 << 16
+"""Ended ids remembered. An older one is stopped by its slots' generations, which have
+moved by then."""
 
 
 @dataclass(slots=True)
@@ -39,6 +44,7 @@ class Holdings:
         self._held: dict[int, _Held] = {}
         self._copies: dict[int, int] = {}
         self._revoked: set[int] = set()
+        self._ended: OrderedDict[int, None] = OrderedDict()
         self._on_due = on_due
 
     def __len__(self) -> int:
@@ -51,9 +57,9 @@ class Holdings:
             self._held[capability_id] = _Held(is_lease, deadline_s)
 
     def discard(self, capability_id: int) -> None:
-        """Hold it no more. Idempotent."""
+        """Hold it no more, since this process has ended it. Idempotent."""
         with self._lock:
-            self._held.pop(capability_id, None)
+            self._end(capability_id)
 
     def holds(self, capability_id: int) -> bool:
         """Whether this process holds it, and so renews it."""
@@ -65,16 +71,21 @@ class Holdings:
             held = self._held.get(capability_id)
             return otherwise_s if held is None else held.deadline_s
 
-    def begin_copy(self, capability_id: int) -> None:
+    def begin_copy(self, capability_id: int, *, is_lease: bool) -> None:
         """Note that this process touches the memory of the id from now on.
 
         Raises:
-            LeaseExpiredError: the daemon has revoked it; its memory must not be touched.
+            LeaseExpiredError, ReservationExpiredError: it was revoked or has ended; its
+                memory must not be touched.
         """
         with self._lock:
-            if capability_id in self._revoked:
-                raise LeaseExpiredError(
-                    f"capability {capability_id} was revoked by the daemon; acquire or reserve again"
+            if capability_id in self._ended:
+                if is_lease:
+                    raise LeaseExpiredError(
+                        f"lease {capability_id} was released, or revoked by the daemon; acquire again"
+                    )
+                raise ReservationExpiredError(
+                    f"reservation {capability_id} was ended, or revoked by the daemon; reserve again"
                 )
             self._copies[capability_id] = self._copies.get(capability_id, 0) + 1
 
@@ -90,9 +101,9 @@ class Holdings:
         if is_due:
             self._on_due()
 
-    def is_revoked(self, capability_id: int) -> bool:
-        """Return whether the daemon has taken it back and we have not acknowledged yet."""
-        return capability_id in self._revoked
+    def has_ended(self, capability_id: int) -> bool:
+        """Return whether this process or the daemon has ended it."""
+        return capability_id in self._ended
 
     def revoke(self, capability_ids: list[int]) -> None:
         """Take note of revocations. Each is acknowledged by the next beat that finds no copy under it."""
@@ -101,7 +112,7 @@ class Holdings:
         with self._lock:
             self._revoked.update(capability_ids)
             for capability_id in capability_ids:
-                self._held.pop(capability_id, None)
+                self._end(capability_id)
             is_due = any(capability_id not in self._copies for capability_id in capability_ids)
         if is_due:
             self._on_due()
@@ -125,7 +136,7 @@ class Holdings:
                 if outcome == ItemOutcome.DONE:
                     held.deadline_s = max(held.deadline_s, deadline_s)
                 else:
-                    del self._held[capability_id]
+                    self._end(capability_id)
 
     def acknowledged(self, capability_ids: list[int]) -> None:
         """Forget revocations that the daemon has our word on."""
@@ -138,5 +149,12 @@ class Holdings:
         Copies go on being counted: they end by themselves.
         """
         with self._lock:
-            self._held.clear()
+            for capability_id in list(self._held):
+                self._end(capability_id)
             self._revoked.clear()
+
+    def _end(self, capability_id: int) -> None:
+        self._held.pop(capability_id, None)
+        self._ended[capability_id] = None
+        if len(self._ended) > ENDED_LIMIT:
+            self._ended.popitem(last=False)

@@ -37,7 +37,12 @@ class LocalMemory:
 
     def missing(self, slots: Slots) -> list[int]:
         """Return the segments of these slots that are not mapped yet."""
-        return self.segments.missing(slots.segments)
+        mapped, segments = self.segments.snapshot(), slots.segments
+        first = int(segments[0])
+        # Nearly always one segment that is mapped, since a batch is allocated together.
+        if first in mapped.segments and (segments == first).all():
+            return []
+        return mapped.missing(segments)
 
     def missing_numbers(self, numbers: Sequence[int]) -> list[int]:
         """Return those of the segments that are not mapped yet."""
@@ -75,7 +80,14 @@ class LocalMemory:
             for descriptor in remaining:
                 os.close(descriptor)
         self._touch_ahead.submit(fresh)
+        self._forget_all_but(answer.lent_segments)
         return self.missing_numbers(answer.lent_segments)
+
+    def _forget_all_but(self, lent: Sequence[int]) -> None:
+        """Let go of segments that the tenant has no more; their numbers never come back."""
+        gone = set(self.segments.snapshot().segments).difference(lent)
+        for number in gone if lent else ():
+            self.segments.remove(number)
 
     def _take_directory(self, table: MappedTable) -> None:
         replaced, self.directory = self.directory, Directory(table, self.segments)
@@ -110,14 +122,18 @@ class LocalMemory:
 
     def check_generations(self, slots: Slots) -> None:
         """Raise StaleGenerationError where a slot has another owner than when the capability was given."""
-        mapped = self.segments.snapshot()
-        for number in np.unique(slots.segments).tolist():
-            chosen = slots.segments == number
-            now = mapped.generations[number][slots.granules[chosen]]
-            if not np.array_equal(now, slots.generations[chosen]):
-                raise StaleGenerationError(
-                    f"slots of segment {number} have another owner by now; nothing read from them may be used"
-                )
+        pages = self.segments.snapshot().generations
+        first = int(slots.segments[0])
+        if (slots.segments == first).all():
+            is_fresh = bool((pages[first][slots.granules] == slots.generations).all())
+        else:
+            is_fresh = all(
+                bool((pages[number][slots.granules[chosen]] == slots.generations[chosen]).all())
+                for number in np.unique(slots.segments).tolist()
+                for chosen in [slots.segments == number]
+            )
+        if not is_fresh:
+            raise StaleGenerationError("slots have another owner by now; nothing read from them may be used")
 
     def checksums(self, slots: Slots, lengths: U64) -> U32:
         """Return the CRC32C of each slot's bytes as they are, (slots,) uint32."""

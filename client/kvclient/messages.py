@@ -10,10 +10,10 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvclient.config import ClientSettings
 from kvclient.holdings import Beat
+from kvclient.outcomes import granted
 from kvclient.representation import Identity, Part, identity_message, part_message
 from kvclient.results import Attachment, Lease, Limits, Reservation
 from kvproto.kv.v1 import block_pb2, capabilities_service_pb2, lifecycle_service_pb2, session_service_pb2
-from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.slots import GRANULE_BYTES, U8, Slots
 
 _GRANULE_SHIFT = np.uint64(GRANULE_BYTES.bit_length() - 1)
@@ -129,7 +129,7 @@ def reservation(
     return Reservation(
         message.reservation_id,
         became,
-        np.flatnonzero(became == ItemOutcome.GRANTED),
+        granted(became),
         slots(message.slots),
         asked_s + seconds(message.remaining),
         incarnation,

@@ -6,29 +6,45 @@ import numpy as np
 
 from kvclient.results import GetResult
 from kvservice.core.outcomes import ItemOutcome
-from kvservice.core.slots import U8
+from kvservice.core.slots import I64, U8
+
+# Bound once: looking a member up in its enumeration costs more than the array it goes into.
+_HIT, _MISS = np.uint8(ItemOutcome.HIT), np.uint8(ItemOutcome.MISS)
+_GRANTED, _DONE = np.uint8(ItemOutcome.GRANTED), np.uint8(ItemOutcome.DONE)
 
 
 def from_found(found: U8) -> U8:
     """Return HIT where `found` is 1 and MISS where it is 0, (keys,) uint8."""
-    return np.where(found, np.uint8(ItemOutcome.HIT), np.uint8(ItemOutcome.MISS))
+    return np.where(found, _HIT, _MISS)
 
 
 def prefix_count(found: U8) -> int:
     """Return how many lead without a 0."""
-    missing = np.flatnonzero(found == 0)
-    return int(missing[0]) if len(missing) else len(found)
+    first = int(found.argmin())
+    return len(found) if found[first] else first
 
 
 def stored(reserved: U8) -> U8:
     """Return the outcomes of a put: what was granted is DONE once committed."""
-    became = reserved.copy()
-    became[became == ItemOutcome.GRANTED] = ItemOutcome.DONE
+    became: U8 = np.where(reserved == _GRANTED, _DONE, reserved)
     return became
+
+
+def granted(reserved: U8) -> I64:
+    """Return the indexes of the keys that a reservation grants."""
+    indexes: I64 = (reserved == _GRANTED).nonzero()[0]
+    return indexes
+
+
+def all_hit(keys_count: int, bytes_moved: int) -> GetResult:
+    """Return the result of a read of which every key is in place."""
+    became = np.empty(keys_count, np.uint8)
+    became.fill(_HIT)
+    return GetResult(became, keys_count, bytes_moved)
 
 
 def of_prefix(keys_count: int, hits_count: int, bytes_moved: int) -> GetResult:
     """Return the result of reading the first `hits_count` of some keys."""
-    became = np.full(keys_count, ItemOutcome.MISS, np.uint8)
-    became[:hits_count] = ItemOutcome.HIT
+    became = np.full(keys_count, _MISS, np.uint8)
+    became[:hits_count] = _HIT
     return GetResult(became, hits_count, bytes_moved)

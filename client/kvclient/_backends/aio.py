@@ -99,6 +99,7 @@ class Ticker:
         self._action = action
         self._woken = asyncio.Event()
         self._is_closed = False
+        self._is_failing = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -123,7 +124,11 @@ class Ticker:
             self._woken.clear()
             try:
                 await self._action()
+                self._is_failing = False
             except KvError as error:
-                _log.warning("heartbeat failed", extra={"reason": error.reason.name, "error": str(error)})
+                # Said once for each outage: a daemon that is away is no news with every beat.
+                level = logging.DEBUG if self._is_failing else logging.WARNING
+                self._is_failing = True
+                _log.log(level, "heartbeat failed: %s", error, extra={"reason": error.reason.name})
             except Exception:  # noqa: BLE001 # border: task
                 _log.exception("heartbeat failed")

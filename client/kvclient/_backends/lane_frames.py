@@ -6,6 +6,13 @@ import array
 import os
 import socket
 from collections.abc import Iterable
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from kvservice.core.errors import MalformedError
+
+Answer = TypeVar("Answer", bound=Message)
 
 RECEIVE_BYTES = 64 << 10
 """Asked for in one receive: the answer to a batch of a thousand keys comes whole."""
@@ -30,6 +37,23 @@ def receive_with_descriptors(source: socket.socket, descriptors: list[int], flag
             numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
             descriptors.extend(numbers)
     return received
+
+
+def parsed(response_type: type[Answer], body: bytes) -> Answer:
+    """Return the message of a frame. Raises MalformedError if it is none."""
+    try:
+        return response_type.FromString(body)
+    except DecodeError as error:
+        raise MalformedError(f"the daemon's answer is no {response_type.DESCRIPTOR.name}: {error}") from error
+
+
+def parsed_with(descriptors: Iterable[int], response_type: type[Answer], body: bytes) -> Answer:
+    """Like `parsed`; closes the descriptors that came along if it fails."""
+    try:
+        return parsed(response_type, body)
+    except MalformedError:
+        close_all(descriptors)
+        raise
 
 
 def close_all(descriptors: Iterable[int]) -> None:

@@ -76,6 +76,7 @@ class Ticker:
         self._action = action
         self._woken = threading.Event()
         self._is_closed = False
+        self._is_failing = False
         self._thread = threading.Thread(target=self._run, name="kvclient-ticker", daemon=True)
         self._pid = os.getpid()
 
@@ -103,7 +104,11 @@ class Ticker:
                 return
             try:
                 self._action()
+                self._is_failing = False
             except KvError as error:
-                _log.warning("heartbeat failed", extra={"reason": error.reason.name, "error": str(error)})
+                # Said once for each outage: a daemon that is away is no news with every beat.
+                level = logging.DEBUG if self._is_failing else logging.WARNING
+                self._is_failing = True
+                _log.log(level, "heartbeat failed: %s", error, extra={"reason": error.reason.name})
             except Exception:  # noqa: BLE001 # border: task
                 _log.exception("heartbeat failed")

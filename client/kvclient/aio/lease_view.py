@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
@@ -78,10 +77,19 @@ class LeaseView:
             await self._end(lease)
 
     async def _end(self, lease: Lease) -> None:
-        for view in self.views:
-            # An array over a view keeps it open; its owner was told what that means.
-            with contextlib.suppress(BufferError):
-                view.release()
+        _release_all(self.views)
         self._lease = None
         self._mover.end_view(lease)
         await self._release(lease)
+
+
+def _release_all(views: list[memoryview]) -> None:
+    remaining = iter(views)
+    while True:
+        try:
+            for view in remaining:
+                view.release()
+            return
+        except BufferError:
+            # An array over this view keeps it open; its owner was told what that means.
+            continue

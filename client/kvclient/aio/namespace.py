@@ -12,10 +12,11 @@ from google.protobuf.message import Message
 
 from kvclient import messages, outcomes
 from kvclient.aio.lease_view import LeaseView
-from kvclient.aio.moves import Mover
+from kvclient.aio.moves import LocalBatch, Mover
 from kvclient.aio.session import Session
 from kvclient.buffers import BlockBuffers, Blocks
 from kvclient.keys import KEY_BYTES, Keys, packed_keys
+from kvclient.plane import Plane
 from kvclient.representation import Identity, Part
 from kvclient.results import GetResult, Lease, LookupResult, PutResult, Reservation
 from kvproto.kv.v1 import lifecycle_service_pb2, session_service_pb2
@@ -26,6 +27,9 @@ from kvservice.ports.methods import Method
 Answer = TypeVar("Answer", bound=Message)
 
 REQUEST_ID_BYTES = 16
+
+OPEN_ATTEMPTS = 3
+"""One for a session that was lost before, one for a daemon that restarts meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +64,17 @@ class Namespace:
 
     async def open(self) -> None:
         """Open it in the present session. Idempotent; every call does it where needed."""
-        epoch = self._session.epoch
-        answer = await self._session.call(
-            Method.OPEN_NAMESPACE, self._request, session_service_pb2.OpenNamespaceResponse, epoch=epoch
-        )
-        self._opening = Opening(epoch, answer.namespace_id, tuple(answer.space_ids))
-        await self._session.prepare_memory()
+        for _ in range(OPEN_ATTEMPTS):
+            epoch = self._session.epoch
+            answer = await self._session.call(
+                Method.OPEN_NAMESPACE, self._request, session_service_pb2.OpenNamespaceResponse
+            )
+            # A session that began during the call may or may not be the one that answered.
+            if epoch == self._session.epoch:
+                self._opening = Opening(epoch, answer.namespace_id, tuple(answer.space_ids))
+                await self._session.prepare_memory()
+                return
+        raise StaleIncarnationError("sessions end faster than a namespace can be opened; is the daemon ill?")
 
     # ---- one call each
 
@@ -85,8 +94,8 @@ class Namespace:
         It knows no PENDING. Where there is no directory it is a `lookup`.
         """
         packed = packed_keys(keys)
-        opening = await self._opened()
-        directory = await self._mover.directory()
+        opening, plane = await self._opened_plane()
+        directory = await self._mover.directory(plane)
         if directory is None:
             return await self.lookup(packed)
         found = directory.find(packed, opening.space_ids)
@@ -219,9 +228,11 @@ class Namespace:
         packed = packed_keys(keys)
         buffers = BlockBuffers.of(into, self.block_bytes)
         buffers.check(self.block_bytes, keys_count=len(packed) // KEY_BYTES, is_target=True)
-        opening = await self._opened()
-        if self._session.memory is not None and await self._mover.directory() is not None:
-            return await self._mover.get_local(packed, opening.space_ids, buffers)
+        opening, plane = await self._opened_plane()
+        memory, directory = plane.memory, await self._mover.directory(plane)
+        if memory is not None and directory is not None:
+            batch = LocalBatch(packed, opening.space_ids, buffers)
+            return await self._mover.get_local(memory, directory, batch)
         lease = await self.acquire(packed)
         if lease is None:
             return outcomes.of_prefix(len(packed) // KEY_BYTES, 0, 0)
@@ -257,6 +268,15 @@ class Namespace:
         if opening is None:
             raise StaleIncarnationError("the session ended while the namespace was being opened; try again")
         return opening
+
+    async def _opened_plane(self) -> tuple[Opening, Plane]:
+        """Return handles and plane of one and the same session."""
+        for _ in range(OPEN_ATTEMPTS):
+            opening = await self._opened()
+            plane = self._session.plane
+            if plane.epoch == opening.epoch:
+                return opening, plane
+        raise StaleIncarnationError("sessions end faster than a namespace can be opened; is the daemon ill?")
 
     async def _call(
         self, method: Method, request: Callable[[Opening], Message], response_type: type[Answer]

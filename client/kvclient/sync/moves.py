@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,13 +16,13 @@ from kvclient.buffers import BlockBuffers
 from kvclient.directory import Directory, DirectoryRead
 from kvclient.keys import KEY_BYTES
 from kvclient.local_memory import LocalMemory
+from kvclient.plane import Plane
 from kvclient.results import GetResult, Lease, Reservation
 from kvproto.kv.v1 import lifecycle_service_pb2
 from kvservice.core.errors import (
     BlockSizeError,
     ChecksumMismatchError,
     LeaseExpiredError,
-    PeerUnavailableError,
     StaleIncarnationError,
 )
 from kvservice.core.outcomes import ItemOutcome
@@ -30,8 +31,19 @@ from kvservice.core.slots import U8, U32, U64, Slots
 from kvservice.ports.methods import Method
 from kvservice.ports.transport import Transfer
 
+_HIT, _MISS = int(ReadOutcome.HIT), int(ReadOutcome.MISS)
+
 KEYS_NAMED_LIMIT = 8
 """Keys that an error spells out; the rest are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBatch:
+    """What a local read is asked for: packed keys, their spaces, and memory for them, key-major."""
+
+    keys: bytes
+    spaces: tuple[int, ...]
+    into: BlockBuffers
 
 
 class Mover:
@@ -52,21 +64,21 @@ class Mover:
 
         buffers: the blocks of all keys of the reservation's request.
         """
-        self._check_life(reservation)
+        plane = self._plane_of(reservation)
         parts_count = len(self.block_bytes)
         if len(reservation.granted) < len(reservation.outcomes):
             # Key-major: the blocks of key i are i * parts and the ones behind it.
             chosen = reservation.granted[:, None] * parts_count + np.arange(parts_count)
             buffers = buffers.take(chosen.reshape(-1))
-        transport = self._session.transport
+        transport = plane.transport
         checksums = np.zeros(buffers.blocks_count, np.uint32)
         is_summed = self._session.settings.checksums or transport.capabilities.is_checked_by_owner
         transfer = self._transfer(
             reservation.reservation_id, reservation.slots, buffers, checksums if is_summed else None
         )
-        self._map(reservation.slots)
+        self._map(plane, reservation.slots)
         holdings = self._session.holdings
-        holdings.begin_copy(reservation.reservation_id)
+        holdings.begin_copy(reservation.reservation_id, is_lease=False)
         try:
             run_copy(functools.partial(transport.write, transfer), buffers.size_bytes)
         finally:
@@ -80,13 +92,13 @@ class Mover:
         Raises:
             LeaseExpiredError, StaleGenerationError: discard what was read.
         """
-        self._check_life(lease)
-        transport = self._session.transport
+        plane = self._plane_of(lease)
+        transport = plane.transport
         checksums = np.zeros(buffers.blocks_count, np.uint32) if verify else None
         transfer = self._transfer(lease.lease_id, lease.slots, buffers, checksums)
-        self._map(lease.slots)
+        self._map(plane, lease.slots)
         holdings = self._session.holdings
-        holdings.begin_copy(lease.lease_id)
+        holdings.begin_copy(lease.lease_id, is_lease=True)
         try:
             run_copy(functools.partial(transport.read, transfer), buffers.size_bytes)
         finally:
@@ -100,9 +112,10 @@ class Mover:
         copy under the lease and ends it when the views are used no more.
         """
         lengths = self._lengths(lease.keys_count)
-        memory = self._session.memory
-        if memory is not None and self._session.transport.capabilities.has_views:
-            self._map(lease.slots)
+        plane = self._plane_of(lease)
+        memory = plane.memory
+        if memory is not None and plane.transport.capabilities.has_views:
+            self._map(plane, lease.slots)
             return memory.views(lease.slots, lengths)
         private = memoryview(bytearray(lease.keys_count * self._key_bytes))
         self.read(lease, BlockBuffers.contiguous(private, self.block_bytes), verify=True)
@@ -118,8 +131,10 @@ class Mover:
             LeaseExpiredError: it has passed; nothing read under it may be used.
         """
         holdings = self._session.holdings
-        if holdings.is_revoked(lease.lease_id):
-            raise LeaseExpiredError(f"lease {lease.lease_id} was revoked by the daemon; acquire again")
+        if holdings.has_ended(lease.lease_id):
+            raise LeaseExpiredError(
+                f"lease {lease.lease_id} was released, or revoked by the daemon; acquire again"
+            )
         if time.monotonic() <= holdings.deadline_s(lease.lease_id, lease.deadline_s):
             return
         if not holdings.holds(lease.lease_id) and self._is_alive(lease):
@@ -130,7 +145,7 @@ class Mover:
 
     def check_generations(self, lease: Lease) -> None:
         """Raise StaleGenerationError where a slot of a lease on this host has another owner by now."""
-        memory = self._session.memory
+        memory = self._plane_of(lease).memory
         if memory is not None:
             memory.check_generations(lease.slots)
 
@@ -139,7 +154,7 @@ class Mover:
 
         Private copies were held to their checksums when they were read.
         """
-        memory = self._session.memory
+        memory = self._plane_of(lease).memory
         if memory is None or lease.slots.checksums is None:
             return
         lengths = self._lengths(lease.keys_count)
@@ -155,7 +170,7 @@ class Mover:
 
     def begin_view(self, lease: Lease) -> None:
         """Note that this process looks at leased memory. Raises LeaseExpiredError if it was revoked."""
-        self._session.holdings.begin_copy(lease.lease_id)
+        self._session.holdings.begin_copy(lease.lease_id, is_lease=True)
 
     def end_view(self, lease: Lease) -> None:
         """Note that it looks no more."""
@@ -163,78 +178,74 @@ class Mover:
 
     # ---- through the directory
 
-    def directory(self) -> Directory | None:
-        """Return this host's directory, mapped anew where it has moved; None where there is none."""
-        memory = self._session.memory
+    def directory(self, plane: Plane) -> Directory | None:
+        """Return the directory on this host, mapped anew where it has moved; None where there is none."""
+        memory = plane.memory
         if memory is None or not memory.can_read_directory():
             return None
         directory = memory.directory
         if directory is not None and directory.is_superseded:
-            self._session.map_segments([], directory=True)
+            self._session.map_segments(memory, [], directory=True)
             directory = memory.directory
         return directory
 
-    def get_local(self, keys: bytes, spaces: tuple[int, ...], buffers: BlockBuffers) -> GetResult:
+    def get_local(self, memory: LocalMemory, directory: Directory, batch: LocalBatch) -> GetResult:
         """Read each key by itself; see `Namespace.get`."""
-        read, memory = self._read_directory(keys, spaces, buffers)
-        count = len(keys) // KEY_BYTES
-        for touched in read.touched:
-            memory.touched(touched)
+        read = self._read_directory(memory, directory, batch)
+        count = len(batch.keys) // KEY_BYTES
         if read.hits_count == count:
-            became = np.full(count, ItemOutcome.HIT, np.uint8)
-            return GetResult(became, count, count * self._key_bytes)
+            return outcomes.all_hit(count, count * self._key_bytes)
         outcomes_read = read.outcomes
-        if (outcomes_read == ReadOutcome.UNMAPPED).any():
-            outcomes_read = self._read_unmapped(keys, spaces, buffers, outcomes_read)
-        _check_sound(keys, outcomes_read)
-        found = (outcomes_read == ReadOutcome.HIT).view(np.uint8)
+        # A miss is the common case, and needs no closer look.
+        if int(outcomes_read.max()) != _MISS:
+            if (outcomes_read == ReadOutcome.UNMAPPED).any():
+                outcomes_read = self._read_unmapped(memory, directory, batch, outcomes_read)
+            _check_sound(batch.keys, outcomes_read)
+        found = (outcomes_read == _HIT).view(np.uint8)
         hits_count = int(np.count_nonzero(found))
         return GetResult(
             outcomes.from_found(found), outcomes.prefix_count(found), hits_count * self._key_bytes
         )
 
     def _read_directory(
-        self, keys: bytes, spaces: tuple[int, ...], buffers: BlockBuffers
-    ) -> tuple[DirectoryRead, LocalMemory]:
-        memory, directory = self._session.memory, self.directory()
-        if memory is None or directory is None:
-            raise PeerUnavailableError("the connection to the daemon was lost while its memory was in use")
-        copy = functools.partial(directory.read, keys, spaces, buffers, verify=self._session.settings.verify)
-        return run_copy(copy, buffers.size_bytes), memory
+        self, memory: LocalMemory, directory: Directory, batch: LocalBatch
+    ) -> DirectoryRead:
+        verify = self._session.settings.verify
+        copy = functools.partial(directory.read, batch.keys, batch.spaces, batch.into, verify=verify)
+        read = run_copy(copy, batch.into.size_bytes)
+        for touched in read.touched:
+            memory.touched(touched)
+        return read
 
     def _read_unmapped(
-        self, keys: bytes, spaces: tuple[int, ...], buffers: BlockBuffers, outcomes_read: U8
+        self, memory: LocalMemory, directory: Directory, batch: LocalBatch, outcomes_read: U8
     ) -> U8:
         """Map the segments of those keys that need it, and read these keys once more."""
         indexes = np.flatnonzero(outcomes_read == ReadOutcome.UNMAPPED)
-        some_keys = b"".join(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES] for index in indexes.tolist())
-        directory = self.directory()
-        if directory is not None:
-            self._map_numbers(directory.segments_of(some_keys, spaces))
+        keys = b"".join(batch.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES] for index in indexes.tolist())
+        self._map_numbers(memory, directory.segments_of(keys, batch.spaces))
         parts_count = len(self.block_bytes)
         chosen = (indexes[:, None] * parts_count + np.arange(parts_count)).reshape(-1)
-        read, memory = self._read_directory(some_keys, spaces, buffers.take(chosen))
-        for touched in read.touched:
-            memory.touched(touched)
+        again = LocalBatch(keys, batch.spaces, batch.into.take(chosen))
+        read = self._read_directory(memory, directory, again)
         merged = outcomes_read.copy()
         merged[indexes] = read.outcomes
         return merged
 
     # ---- private
 
-    def _map(self, slots: Slots) -> None:
-        memory = self._session.memory
+    def _map(self, plane: Plane, slots: Slots) -> None:
+        memory = plane.memory
         if memory is not None and (missing := memory.missing(slots)):
-            self._map_numbers(missing)
+            self._map_numbers(memory, missing)
 
-    def _map_numbers(self, numbers: list[int]) -> None:
-        memory = self._session.memory
+    def _map_numbers(self, memory: LocalMemory, numbers: list[int]) -> None:
         # Twice, since a mapping under way may be joined that is of other segments.
         for _ in range(2):
-            missing = [] if memory is None else memory.missing_numbers(numbers)
+            missing = memory.missing_numbers(numbers)
             if not missing:
                 return
-            self._session.map_segments(missing, directory=False)
+            self._session.map_segments(memory, missing, directory=False)
 
     def _is_alive(self, lease: Lease) -> bool:
         """Ask the daemon for a lease that another process of the engine holds and renews."""
@@ -256,16 +267,20 @@ class Mover:
         )
 
     def _lengths(self, keys_count: int) -> U64:
+        if len(self.block_bytes) == 1:
+            return np.full(keys_count, self.block_bytes[0], np.uint64)
         return np.tile(np.array(self.block_bytes, np.uint64), keys_count)
 
-    def _check_life(self, held: Reservation | Lease) -> None:
+    def _plane_of(self, held: Reservation | Lease) -> Plane:
+        """Return the plane that a capability belongs to. Raises StaleIncarnationError if that is gone."""
         self._session.check_process()
-        now = self._session.attachment.daemon_incarnation
-        if held.daemon_incarnation != now:
+        plane = self._session.plane
+        if held.daemon_incarnation != plane.daemon_incarnation:
             raise StaleIncarnationError(
-                f"{type(held).__name__} is of daemon {held.daemon_incarnation.hex()}, now it is {now.hex()}; "
-                "reserve or acquire again"
+                f"{type(held).__name__} is of daemon {held.daemon_incarnation.hex()}, now it is "
+                f"{plane.daemon_incarnation.hex()}; reserve or acquire again"
             )
+        return plane
 
 
 def _check_sound(keys: bytes, outcomes_read: U8) -> None:

@@ -9,18 +9,20 @@ ended the session) a new session begins: `epoch` moves, and what was granted is 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from kvclient import messages
 from kvclient._backends.sync import Connection, EventSource, SingleFlight, Ticker, pause, run_blocking
 from kvclient.config import ClientSettings
 from kvclient.holdings import Holdings
 from kvclient.local_memory import SEGMENTS_PER_CALL, LocalMemory
+from kvclient.plane import Plane, plane_of
 from kvclient.results import Attachment
 from kvclient.retry import SAFE_TO_RETRY, Backoff
 from kvclient.touch_ahead import TouchAhead
@@ -35,8 +37,8 @@ from kvservice.core.errors import (
     StaleIncarnationError,
 )
 from kvservice.ports.methods import Method
-from kvservice.ports.transport import Transport
-from kvservice.transports.tcp.client import TcpTransport
+
+_log = logging.getLogger("kvclient")
 
 Answer = TypeVar("Answer", bound=Message)
 Dial = Callable[[ClientSettings, Callable[[bytes], None], float], Connection]
@@ -65,8 +67,7 @@ class Session:
         self._ticker = Ticker(self.beat, 1.0)
         self._touch_ahead = TouchAhead()
         self.holdings = Holdings(on_due=self._ticker.wake)
-        self.memory: LocalMemory | None = None
-        self._wire: TcpTransport | None = None
+        self._plane: Plane | None = None
         self.is_draining = False
 
     @property
@@ -135,7 +136,7 @@ class Session:
             connection = self._live()
         self._check_epoch(method, epoch)
         try:
-            return connection.call(method, request, response_type, end_s - time.monotonic())
+            return connection.call(method, request, response_type, _remaining_s(end_s))
         except PeerUnavailableError:
             if connection.is_open or method not in SAFE_TO_RETRY or self._is_closed:
                 raise
@@ -145,7 +146,7 @@ class Session:
             connection.close()
         self._reconnect(end_s, is_patient=True)
         self._check_epoch(method, epoch)
-        return self._live().call(method, request, response_type, max(end_s - time.monotonic(), 0.001))
+        return self._live().call(method, request, response_type, _remaining_s(end_s))
 
     def post(
         self, method: Method, request: Message, response_type: type[Message], *, epoch: int
@@ -179,12 +180,16 @@ class Session:
             return
         attachment, beat = self.attachment, self.holdings.beat()
         limit = attachment.limits.max_batch_keys or 1
-        touched = self.memory.drain_touches() if self.memory is not None else ([], [])
+        memory = self.plane.memory
+        touched = memory.drain_touches() if memory is not None else ([], [])
         for request in messages.heartbeats(beat, touched, limit=limit):
             sent_s = time.monotonic()
-            answer = self.call(
-                Method.HEARTBEAT, request, session_service_pb2.HeartbeatResponse, epoch=attachment.epoch
-            )
+            try:
+                answer = self.call(
+                    Method.HEARTBEAT, request, session_service_pb2.HeartbeatResponse, epoch=attachment.epoch
+                )
+            except StaleIncarnationError:
+                return  # A new session began with this very call; it holds nothing yet.
             deadline_s = sent_s + messages.seconds(answer.remaining)
             self.holdings.renewed(list(request.lease_ids), answer.lease_outcomes, deadline_s)
             self.holdings.renewed(list(request.reservation_ids), answer.reservation_outcomes, deadline_s)
@@ -194,36 +199,41 @@ class Session:
     # ---- bytes
 
     @property
-    def transport(self) -> Transport:
-        """The way to the bytes of this session. Raises PeerUnavailableError where there is none."""
-        if self.memory is not None:
-            return self.memory.transport
-        if self._wire is None:
-            raise PeerUnavailableError(
-                "the daemon has no tcp data plane; start it with one, or use its Unix socket on this host"
-            )
-        return self._wire
+    def plane(self) -> Plane:
+        """The way to the bytes of this session. Raises PeerUnavailableError once the client is closed."""
+        if self._plane is None:
+            raise PeerUnavailableError("the client was closed; connect a new one")
+        return self._plane
 
     def prepare_memory(self) -> None:
         """Map what the tenant has now, and wait a little for its first touch."""
-        if self.memory is not None:
-            self.map_segments([], directory=self.memory.directory is None)
+        memory = self.plane.memory
+        if memory is not None:
+            self.map_segments(memory, [], directory=memory.directory is None)
             run_blocking(functools.partial(self._touch_ahead.wait, FIRST_TOUCH_LIMIT_S))
 
-    def map_segments(self, segments: list[int], *, directory: bool) -> None:
-        """Map segments (none: all that the tenant has), and the directory anew if asked."""
-        action = functools.partial(self._map_segments, segments, directory=directory)
+    def map_segments(self, memory: LocalMemory, segments: list[int], *, directory: bool) -> None:
+        """Map segments (none: all that the tenant has), and the directory anew if asked.
+
+        Raises:
+            StaleIncarnationError: the memory is that of an earlier session.
+        """
+        action = functools.partial(self._map_segments, memory, segments, directory=directory)
         self._mapping.run(action, self.settings.call_timeout_s)
 
-    def _map_segments(self, segments: list[int], *, directory: bool) -> None:
-        memory = self.memory
+    def _map_segments(self, memory: LocalMemory, segments: list[int], *, directory: bool) -> None:
         wanted = list(segments)
         is_first = True
-        while memory is not None and (wanted or is_first):
+        while wanted or is_first:
+            # In this order: a new session gets its plane before its connection, so a connection
+            # taken before a look at the plane is never of a later life than the memory.
+            connection = self._live()
+            if self.plane.memory is not memory:
+                raise StaleIncarnationError("the session ended while its memory was being mapped; try again")
             request = local_lane_pb2.MapSegmentsRequest(
                 segments=wanted[:SEGMENTS_PER_CALL], directory=directory and is_first
             )
-            answer, descriptors = self._live().map_segments(
+            answer, descriptors = connection.map_segments(
                 request, local_lane_pb2.MapSegmentsResponse, self.settings.call_timeout_s
             )
             unmapped = memory.install(answer, descriptors)
@@ -235,7 +245,7 @@ class Session:
     def _reconnect(self, end_s: float, *, is_patient: bool) -> None:
         """See that there is a live connection; patient: try again until `end_s`."""
         action = functools.partial(self._connect, end_s, is_patient=is_patient)
-        self._connecting.run(action, max(end_s - time.monotonic(), 0.001))
+        self._connecting.run(action, _remaining_s(end_s))
 
     def _connect(self, end_s: float, *, is_patient: bool) -> None:
         while self._connection is None or not self._connection.is_open:
@@ -262,7 +272,7 @@ class Session:
         before = self._attachment
         if self._connection is not None:
             self._connection.close()
-        timeout_s = max(min(end_s - time.monotonic(), self.settings.connect_timeout_s), 0.001)
+        timeout_s = min(_remaining_s(end_s), self.settings.connect_timeout_s)
         connection = self._dial(self.settings, self._unasked, timeout_s)
         try:
             request = messages.attach_request(self.settings, before)
@@ -284,19 +294,10 @@ class Session:
         """Drop what belonged to the session before."""
         self.holdings.clear()
         self.is_draining = False
-        self._close_planes()
-        if self.settings.lane_path:
-            self.memory = LocalMemory(self._touch_ahead)
-        elif attachment.tcp_address:
-            self._wire = TcpTransport(attachment.tcp_address, lambda: self.attachment.session_token)
-
-    def _close_planes(self) -> None:
-        if self.memory is not None:
-            self.memory.close()
-            self.memory = None
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
+        before, is_local = self._plane, bool(self.settings.lane_path)
+        self._plane = plane_of(attachment, is_local=is_local, touch_ahead=self._touch_ahead)
+        if before is not None:
+            before.close()
 
     def _detach(self, connection: Connection) -> None:
         try:
@@ -312,11 +313,18 @@ class Session:
     def _abandon(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        self._close_planes()
+        if self._plane is not None:
+            self._plane.close()
+            self._plane = None
 
     def _unasked(self, body: bytes) -> None:
         """Take what the daemon says unasked on the lane."""
-        notice = session_service_pb2.StreamResponse.FromString(body)
+        try:
+            notice = session_service_pb2.StreamResponse.FromString(body)
+        except DecodeError as error:
+            # It belongs to no call that could fail; the next beat asks for the same.
+            _log.warning("a notice of the daemon cannot be parsed: %s", error)
+            return
         if notice.draining:
             self.is_draining = True
         self.holdings.revoke(list(notice.revoked_ids))
@@ -333,3 +341,8 @@ class Session:
                 f"{method.name}: its handles are of session {epoch} of this client, now it is {self.epoch}: "
                 "the daemon restarted or ended the session; open, reserve or acquire again"
             )
+
+
+def _remaining_s(end_s: float) -> float:
+    """Return the time left: a millisecond at least, so that what is overdue still fails by itself."""
+    return max(end_s - time.monotonic(), 0.001)
