@@ -48,12 +48,15 @@ class ArenaMemory(Protocol):
     def create_directory(self, tenant: str, capacity_rows: int) -> Rows:
         """Return zeroed rows of a tenant's directory; an earlier one is superseded."""
 
-    def renew(self, segment: int) -> int:
-        """Give a segment up and return the number of a fresh one of zeros in its place.
+    def create_segment(self) -> int:
+        """Return the number, never used before, of a fresh segment of zeros.
 
-        A tenant that had the old one may have it mapped for as long as it likes, so
-        neither its memory nor its number serve anybody else.
+        Raises:
+            ArenaFullError: the machine refuses the memory.
         """
+
+    def discard_segment(self, segment: int) -> None:
+        """Give a segment's memory back, although others may still have it mapped."""
 
 
 class PolicyFactory(Protocol):
@@ -92,6 +95,7 @@ class Tenant:
 class Ended:
     """How a reservation or lease ended, and whose it was."""
 
+    is_lease: bool
     outcome: ItemOutcome
     engine: tuple[str, bytes]
     keys_count: int
@@ -236,12 +240,19 @@ class Books:
         """Look at `handle` again at its deadline."""
         heapq.heappush(self.deadlines, (deadline_ns, handle))
 
-    def local_processes(self, engine: tuple[str, bytes], *, besides: bytes) -> set[bytes]:
+    def how_ended(self, handle: int, engine: tuple[str, bytes], *, is_lease: bool) -> Ended | None:
+        """Return how an engine's reservation or lease ended; None if we do not know it."""
+        ended = self.ended.get(handle)
+        if ended is None or ended.engine != engine or ended.is_lease != is_lease:
+            return None
+        return ended
+
+    def local_processes(self, engine: tuple[str, bytes]) -> set[bytes]:
         """Return the tokens of the engine's living processes that may map memory."""
         return {
             session.token
             for session in self.sessions.values()
-            if session.is_local and session.engine == engine and session.token != besides
+            if session.is_local and session.engine == engine
         }
 
 

@@ -33,7 +33,7 @@ class Revoke(Effect):
 
 @dataclass(frozen=True, slots=True)
 class EndSession(Effect):
-    """A session has ended by silence: close what the edge holds for it."""
+    """A session has ended: close what the edge holds for it."""
 
     token: bytes
 

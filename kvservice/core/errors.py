@@ -225,7 +225,7 @@ class InvariantError(KvError):
 
 
 class IncompleteBlockError(KvError):
-    """Not every part of a block was written before its commit."""
+    """A commit came while bytes of the reservation were still being written."""
 
     reason = Reason.INCOMPLETE_BLOCK
 

@@ -27,6 +27,7 @@ from kvservice.core.slots import U8, U32, U64
 
 _HIT = int(ItemOutcome.HIT)
 _MISS = int(ItemOutcome.MISS)
+_DONE = int(ItemOutcome.DONE)
 
 
 class LeaseDesk:
@@ -80,7 +81,7 @@ class LeaseDesk:
                 outcomes[index] = ItemOutcome.DONE
             else:
                 books.late_ends_count += 1
-                outcomes[index] = self._how_ended(lease_id, session)
+                outcomes[index] = self._how_ended(lease_id, session, is_lease=True)
         return outcomes
 
     def renew(self, event: Renew, now: int) -> RenewAnswer:
@@ -111,12 +112,12 @@ class LeaseDesk:
 
     def expire(self, lease: Lease, now: int) -> None:
         """End a lease whose deadline has passed."""
-        waiting = self._books.local_processes(lease.session.engine, besides=b"")
+        waiting = self._books.local_processes(lease.session.engine)
         self._end(lease, ItemOutcome.ALREADY_EXPIRED, waiting, now)
 
     def lose(self, lease: Lease, now: int) -> None:
         """End a lease whose session has ended."""
-        waiting = self._books.local_processes(lease.session.engine, besides=lease.session.token)
+        waiting = self._books.local_processes(lease.session.engine)
         self._end(lease, ItemOutcome.ALREADY_EXPIRED, waiting, now)
 
     def _grant(
@@ -156,7 +157,7 @@ class LeaseDesk:
         del books.leases[lease.lease_id]
         lease.session.leases.discard(lease.lease_id)
         books.leases_ended_count += 1
-        books.note_end(lease.lease_id, Ended(outcome, lease.session.engine, lease.keys_count))
+        books.note_end(lease.lease_id, Ended(True, outcome, lease.session.engine, lease.keys_count))
         drains.disown_read(books, lease.batch, capability_id=lease.lease_id, waiting=waiting, now=now)
 
     def _prolong(
@@ -164,30 +165,31 @@ class LeaseDesk:
     ) -> RenewAnswer:
         books = self._books
         deadline = now + ttl_ns
-        shortest = ttl_ns
-        lease_outcomes = np.full(len(lease_ids), ItemOutcome.DONE, dtype=np.uint8)
+        renewed: list[int] = []
+        lease_outcomes = np.full(len(lease_ids), _DONE, dtype=np.uint8)
         for index, lease_id in enumerate(lease_ids.tolist()):
             lease = books.leases.get(lease_id)
             if lease is None or lease.session.engine != session.engine:
-                lease_outcomes[index] = self._how_ended(lease_id, session)
+                lease_outcomes[index] = self._how_ended(lease_id, session, is_lease=True)
             else:
                 lease.deadline_ns = max(lease.deadline_ns, deadline)
-        reservation_outcomes = np.full(len(reservation_ids), ItemOutcome.DONE, dtype=np.uint8)
+                renewed.append(lease.deadline_ns)
+        reservation_outcomes = np.full(len(reservation_ids), _DONE, dtype=np.uint8)
         for index, reservation_id in enumerate(reservation_ids.tolist()):
             reservation = books.reservations.get(reservation_id)
             if reservation is None or reservation.session.engine != session.engine:
-                how = self._how_ended(reservation_id, session)
+                how = self._how_ended(reservation_id, session, is_lease=False)
                 done = how == ItemOutcome.DONE
                 reservation_outcomes[index] = ItemOutcome.ALREADY_COMMITTED if done else how
             else:
                 reservation.deadline_ns = max(reservation.deadline_ns, deadline)
-        return RenewAnswer(lease_outcomes, reservation_outcomes, shortest)
+                renewed.append(reservation.deadline_ns)
+        remaining = min(renewed, default=deadline) - now
+        return RenewAnswer(lease_outcomes, reservation_outcomes, remaining)
 
-    def _how_ended(self, handle: int, session: Session) -> ItemOutcome:
-        ended = self._books.ended.get(handle)
-        if ended is None or ended.engine != session.engine:
-            return ItemOutcome.UNKNOWN
-        return ended.outcome
+    def _how_ended(self, handle: int, session: Session, *, is_lease: bool) -> ItemOutcome:
+        ended = self._books.how_ended(handle, session.engine, is_lease=is_lease)
+        return ItemOutcome.UNKNOWN if ended is None else ended.outcome
 
     def _touch(self, session: Session, segments: U32, granules: U32) -> None:
         """Learn of directory reads; what names no committed slot is passed over."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvservice.core.slot_pool import SlotPool
-from kvservice.core.slots import I64, U32, Slots
+from kvservice.core.slots import I64, U32, U64, Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,11 @@ class Session:
 class Reservation:
     """The exclusive right to write some slots, until `deadline_ns`.
 
-    keys: packed, of the granted keys. slots: where `batch` is, which does not change
-    before the end. arrived: (slots,) uint32 checksums of what
-    came over a wire, valid where `has_arrived`.
+    keys: packed, of the granted keys.
+    slots: where `batch` is, which does not change before the end.
+    prefix: those of the request's keys that were there before, with their generations.
+    writes_count: transfers that write to the slots now.
+    arrived: slot index to the checksum of what came over a wire.
     """
 
     reservation_id: int
@@ -70,7 +72,10 @@ class Reservation:
     outcomes: bytes
     batch: SlotBatch
     slots: Slots
+    prefix: SlotBatch
+    prefix_generations: tuple[U64, ...]
     deadline_ns: int
+    writes_count: int = 0
     arrived: dict[int, int] = field(default_factory=dict)
 
 

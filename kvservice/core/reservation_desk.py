@@ -7,14 +7,16 @@ import hashlib
 import numpy as np
 
 from kvservice.core import drains
-from kvservice.core.allocation import allocate, withdraw
+from kvservice.core.allocation import Need, allocate
 from kvservice.core.answers import CommitAnswer, ReserveAnswer
 from kvservice.core.batches import (
+    Mask,
     committed_mask,
     committed_slots,
     describe,
     pending_mask,
     pick_keys,
+    pin,
 )
 from kvservice.core.books import Books, Ended, Tenant
 from kvservice.core.effects import NewsForTenant
@@ -22,8 +24,8 @@ from kvservice.core.errors import (
     ChecksumMismatchError,
     DrainingError,
     DuplicateKeyError,
+    IncompleteBlockError,
     InvalidFieldError,
-    KvError,
     LimitReachedError,
     NotOwnerError,
     RequestIdReusedError,
@@ -37,6 +39,7 @@ from kvservice.core.limits import RETRY_AFTER_MS
 from kvservice.core.namespace import Space
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.records import Reservation, Session, SlotBatch, SlotGroup
+from kvservice.core.removal import withdraw
 from kvservice.core.row_table import KEY_BYTES
 from kvservice.core.slot_pool import SlotState
 from kvservice.core.slots import U8, U32, Slots
@@ -51,6 +54,7 @@ _PENDING = int(ItemOutcome.PENDING)
 _COMMITTED = int(SlotState.COMMITTED)
 
 _NOTHING = Slots(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.uint64))
+_NO_SLOTS = SlotBatch((), 0)
 
 
 class ReservationDesk:
@@ -71,7 +75,7 @@ class ReservationDesk:
         count = books.keys_count(event.keys)
         ttl = books.ttl_ns(event.ttl_ns)
         _check_unique(event.keys, count)
-        digest = hashlib.blake2b(event.keys, key=repr(event.spaces).encode()[:64], digest_size=16).digest()
+        digest = _digest(event)
         known = books.requests.get((session.engine, event.request_id))
         if known is not None:
             return self._again(books.reservations[known], digest, now)
@@ -84,11 +88,11 @@ class ReservationDesk:
                 retry_after_ms=RETRY_AFTER_MS,
             )
         tenant = books.tenant(session.tenant)
-        outcomes, granted = self._sort_out(tenant, spaces, event.keys, count)
+        outcomes, granted, there = self._sort_out(tenant, spaces, event.keys, count)
         if not granted.any():
             return ReserveAnswer(0, outcomes, _NOTHING, 0)
         keys = pick_keys(event.keys, granted)
-        batch = self._take_slots(tenant, spaces, keys)
+        batch = self._take_slots(tenant, spaces, keys, there)
         slots = self._note_pending(tenant, spaces, keys, batch)
         reservation = Reservation(
             reservation_id=books.mint(),
@@ -100,6 +104,8 @@ class ReservationDesk:
             outcomes=outcomes.tobytes(),
             batch=batch,
             slots=slots,
+            prefix=there,
+            prefix_generations=tuple(group.pool.generations[group.indexes] for group in there.groups),
             deadline_ns=now + ttl,
         )
         books.reservations[reservation.reservation_id] = reservation
@@ -126,6 +132,11 @@ class ReservationDesk:
                 f"checksums has {len(event.checksums)} entries for {reservation.batch.count} "
                 "granted slots; give one CRC32C for each"
             )
+        if reservation.writes_count:
+            raise IncompleteBlockError(
+                f"{reservation.writes_count} writes of reservation {event.reservation_id} have not ended; "
+                "commit when they have, or abort"
+            )
         self._check_arrived(reservation, event.checksums)
         self._publish(reservation, event.checksums)
         keys_count = len(reservation.keys) // KEY_BYTES
@@ -139,9 +150,9 @@ class ReservationDesk:
         books.check_life(event.reservation_id, "reservation_id")
         reservation = books.reservations.get(event.reservation_id)
         if reservation is None:
-            ended = books.ended.get(event.reservation_id)
+            ended = books.how_ended(event.reservation_id, session.engine, is_lease=False)
             books.late_ends_count += 1
-            if ended is None or ended.engine != session.engine:
+            if ended is None:
                 return ItemOutcome.UNKNOWN
             if ended.outcome is ItemOutcome.DONE:
                 return ItemOutcome.ALREADY_COMMITTED
@@ -156,12 +167,12 @@ class ReservationDesk:
 
     def expire(self, reservation: Reservation, now: int) -> None:
         """End a reservation whose deadline has passed."""
-        waiting = self._books.local_processes(reservation.session.engine, besides=b"")
+        waiting = self._books.local_processes(reservation.session.engine)
         self._end(reservation, ItemOutcome.ALREADY_EXPIRED, waiting, now)
 
     def lose(self, reservation: Reservation, now: int) -> None:
         """End a reservation whose session has ended."""
-        waiting = self._books.local_processes(reservation.session.engine, besides=reservation.session.token)
+        waiting = self._books.local_processes(reservation.session.engine)
         self._end(reservation, ItemOutcome.ALREADY_ABORTED, waiting, now)
 
     def _again(self, reservation: Reservation, digest: bytes, now: int) -> ReserveAnswer:
@@ -182,40 +193,38 @@ class ReservationDesk:
 
     def _sort_out(
         self, tenant: Tenant, spaces: list[Space], keys: bytes, count: int
-    ) -> tuple[U8, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-        """Outcome of each key, and which are granted."""
+    ) -> tuple[U8, Mask, SlotBatch]:
+        """Outcome of each key, which are granted, and the slots of those that are there."""
         outcomes = np.full(count, _GRANTED, dtype=np.uint8)
         taken = committed_mask(tenant, spaces, keys)
+        there = _NO_SLOTS
         if taken.any():
             outcomes[taken] = _ALREADY_COMMITTED
-            # Their chain is being extended: they must not be the victims of it.
             there = committed_slots(self._books, tenant, spaces, pick_keys(keys, taken))
-            for group in there.groups:
-                group.pool.policy.touched(group.indexes)
         if len(tenant.pending):
             pending = pending_mask(tenant, spaces, keys) & ~taken
             outcomes[pending] = _PENDING
             taken |= pending
-        return outcomes, ~taken
+        return outcomes, ~taken, there
 
-    def _take_slots(self, tenant: Tenant, spaces: list[Space], keys: bytes) -> SlotBatch:
+    def _take_slots(self, tenant: Tenant, spaces: list[Space], keys: bytes, there: SlotBatch) -> SlotBatch:
+        """Find slots for the granted keys; `there` must not be given up for them."""
         books = self._books
         count = len(keys) // KEY_BYTES
         parts = len(spaces)
+        pools = [books.pool(tenant, space.slot_bytes) for space in spaces]
+        pin(there)
+        try:
+            taken = allocate(books, tenant, [Need(pool, count) for pool in pools])
+        finally:
+            for group in there.groups:
+                group.pool.pins[group.indexes] -= 1
         key_rows = np.frombuffer(keys, dtype=np.uint8).reshape(count, KEY_BYTES)
         groups: list[SlotGroup] = []
-        try:
-            for part, space in enumerate(spaces):
-                pool = books.pool(tenant, space.slot_bytes)
-                indexes = allocate(books, pool, count)
-                groups.append(SlotGroup(pool, indexes, np.arange(part, count * parts, parts)))
-        except KvError:
-            for group in groups:
-                group.pool.give_back(group.indexes)
-            raise
-        for space, group in zip(spaces, groups, strict=True):
-            group.pool.keys[group.indexes] = key_rows
-            group.pool.spaces[group.indexes] = space.id
+        for part, (space, pool, indexes) in enumerate(zip(spaces, pools, taken, strict=True)):
+            pool.keys[indexes] = key_rows
+            pool.spaces[indexes] = space.id
+            groups.append(SlotGroup(pool, indexes, np.arange(part, count * parts, parts)))
         return SlotBatch(tuple(groups), count * parts)
 
     def _note_pending(self, tenant: Tenant, spaces: list[Space], keys: bytes, batch: SlotBatch) -> Slots:
@@ -256,7 +265,6 @@ class ReservationDesk:
             sums = np.ascontiguousarray(checksums[group.positions], dtype=np.uint32)
             pool.checksums[indexes] = sums
             pool.state[indexes] = _COMMITTED
-            pool.policy.touched(indexes)
             tenant.pending.remove(reservation.keys, np.full(count, space_id, dtype=np.uint32))
             is_single = len(reservation.spaces) == 1
             slots = reservation.slots if is_single else reservation.slots.take(group.positions)
@@ -275,6 +283,7 @@ class ReservationDesk:
                 space_id=space_id,
                 keys=reservation.keys,
             )
+        _touch_chain(reservation)
         books.effects.append(NewsForTenant(tenant.name))
 
     def _replace(self, tenant: Tenant, keys: bytes, space: Space) -> None:
@@ -294,7 +303,7 @@ class ReservationDesk:
         """Answer a commit that comes after the end."""
         ended = self._books.ended.get(reservation_id)
         self._books.late_ends_count += 1
-        if ended is None:
+        if ended is None or ended.is_lease:
             raise ReservationUnknownError(
                 f"reservation {reservation_id} was never granted, or ended long ago; reserve again"
             )
@@ -333,19 +342,41 @@ class ReservationDesk:
         del books.reservations[reservation.reservation_id]
         del books.requests[(session.engine, reservation.request_id)]
         session.reservations.discard(reservation.reservation_id)
-        books.note_end(reservation.reservation_id, Ended(outcome, session.engine, keys_count))
+        books.note_end(reservation.reservation_id, Ended(False, outcome, session.engine, keys_count))
+
+
+def _touch_chain(reservation: Reservation) -> None:
+    """Note the use of the whole chain, what was there before and what was written.
+
+    In one go, so that the leaf of the chain is older than its root although its
+    root was written first.
+    """
+    before = zip(reservation.prefix.groups, reservation.prefix_generations, strict=True)
+    kept = [
+        (group.pool, group.indexes[group.pool.generations[group.indexes] == generations])
+        for group, generations in before
+    ]
+    for group in reservation.batch.groups:
+        roots = [indexes for pool, indexes in kept if pool is group.pool]
+        group.pool.policy.touched(np.concatenate([*roots, group.indexes]))
+
+
+def _digest(event: Reserve) -> bytes:
+    """Tell one request from another that came with the same id."""
+    state = hashlib.blake2b(digest_size=16)
+    state.update(np.array([len(event.spaces), *event.spaces], dtype=np.uint32).tobytes())
+    state.update(event.keys)
+    return state.digest()
 
 
 def _check_unique(keys: bytes, count: int) -> None:
-    seen = {keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)}
-    if len(seen) == count:
+    if len({keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)}) == count:
         return
     first: dict[bytes, int] = {}
     for index in range(count):
         key = keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-        if key in first:
+        earlier = first.setdefault(key, index)
+        if earlier != index:
             raise DuplicateKeyError(
-                f"keys[{index}] is the same as keys[{first[key]}] ({key.hex()}); "
-                "name each key once in a batch"
+                f"keys[{index}] is the same as keys[{earlier}] ({key.hex()}); name each key once in a batch"
             )
-        first[key] = index

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvservice.core import drains
-from kvservice.core.allocation import lend_ahead, withdraw
+from kvservice.core.allocation import lend_ahead
 from kvservice.core.answers import AttachAnswer, OpenAnswer
 from kvservice.core.books import Books
 from kvservice.core.effects import EndSession, NewsForTenant
@@ -21,6 +21,7 @@ from kvservice.core.limits import (
 )
 from kvservice.core.namespace import Space, namespace_id
 from kvservice.core.records import Session
+from kvservice.core.removal import withdraw
 from kvservice.core.representation import Part, check_part
 from kvservice.core.reservation_desk import ReservationDesk
 from kvservice.core.slot_pool import SlotState

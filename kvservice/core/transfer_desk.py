@@ -44,6 +44,8 @@ class TransferDesk:
             raise InvalidFieldError("slot_indexes names a slot twice; name each once")
         batch = subset(capability.batch, indexes)
         pin(batch)
+        if isinstance(capability, Reservation):
+            capability.writes_count += 1
         record = TransferRecord(books.mint(), event.capability_id, batch, indexes, is_write=event.is_write)
         books.transfers[record.transfer_id] = record
         slots = describe(batch, with_checksums=not event.is_write)
@@ -53,14 +55,20 @@ class TransferDesk:
         """Unpin; fail if the capability has ended meanwhile."""
         del now
         books = self._books
-        record = books.transfers.pop(event.transfer_id, None)
+        record = books.transfers.get(event.transfer_id)
         if record is None:
             raise InvalidFieldError(f"transfer_id {event.transfer_id} names no running transfer")
+        if event.checksums is not None and len(event.checksums) != record.batch.count:
+            raise InvalidFieldError(
+                f"checksums has {len(event.checksums)} entries for {record.batch.count} slots of the transfer"
+            )
+        del books.transfers[event.transfer_id]
         unpin(record.batch)
         if record.is_write:
             reservation = books.reservations.get(record.capability_id)
             if reservation is None:
                 raise _why_ended(books.ended.get(record.capability_id), record.capability_id)
+            reservation.writes_count -= 1
             if event.checksums is not None:
                 arrived = zip(record.slot_indexes.tolist(), event.checksums.tolist(), strict=True)
                 reservation.arrived.update(arrived)
@@ -83,6 +91,8 @@ class TransferDesk:
                 raise NotOwnerError(f"{name} {event.capability_id} belongs to another engine")
             return found
         ended = books.ended.get(event.capability_id)
+        if ended is not None and ended.is_lease == event.is_write:
+            ended = None  # The id of a lease names no reservation, nor the other way round.
         if ended is not None and ended.engine != session.engine:
             raise NotOwnerError(f"{name} {event.capability_id} belongs to another engine")
         if event.is_write:

@@ -68,19 +68,18 @@ class Arena:
         """(slots,) uint64: address of each slot in this process."""
         return self._bases[segments] + granules.astype(np.uint64) * np.uint64(GRANULE_BYTES)
 
-    def renew(self, segment: int) -> int:
-        """Replace a segment by a fresh one, and return the number of that.
-
-        Its pages go back to the machine although another process may have it mapped;
-        that process reads zeros from now on.
-        """
-        old = self._segments.pop(segment)
+    def create_segment(self) -> int:
+        """Return the number of a fresh segment of zeros; numbers are never used again."""
         fresh = OwnedSegment.create(self.segment_bytes)
-        old.discard()
         number = len(self._bases)
         self._segments[number] = fresh
         self._bases = np.append(self._bases, np.uint64(fresh.address))
         return number
+
+    def discard_segment(self, segment: int) -> None:
+        """Give a segment's pages back to the machine; who has it mapped reads zeros."""
+        self._segments.pop(segment).discard()
+        self._bases[segment] = 0
 
     def start_touching_ahead(self) -> None:
         """Make the pages of all segments resident, in the background."""

@@ -241,6 +241,7 @@ class TransportContract:
             checksums=None,
         )
         run(harness.transport, empty, capability)
+        assert harness.owner.wait_until_all_ended(1.0)
 
     @pytest.mark.parametrize(
         "change",

@@ -129,7 +129,9 @@ class LifecycleServiceServicer(object):
         Idempotent: a second one answers DONE again and changes nothing.
 
         Errors: NOT_FOUND RESERVATION_UNKNOWN; PERMISSION_DENIED NOT_OWNER;
-        FAILED_PRECONDITION RESERVATION_EXPIRED, RESERVATION_ABORTED.
+        FAILED_PRECONDITION RESERVATION_EXPIRED, RESERVATION_ABORTED,
+        INCOMPLETE_BLOCK; INVALID_ARGUMENT INVALID_FIELD (checksums do not match the
+        granted slots); DATA_LOSS CHECKSUM_MISMATCH (other bytes came over a wire).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

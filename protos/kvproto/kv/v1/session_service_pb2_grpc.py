@@ -103,7 +103,7 @@ class SessionServiceServicer(object):
         Idempotent: the same request gives the same spaces while the daemon lives.
 
         Errors: UNAUTHENTICATED SESSION_UNKNOWN; INVALID_ARGUMENT INVALID_FIELD,
-        BLOCK_SIZE.
+        BLOCK_SIZE; RESOURCE_EXHAUSTED LIMIT_REACHED (too many open spaces).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -63,7 +63,8 @@ class TierServiceServicer(object):
 
     def PurgeNamespace(self, request, context):
         """Drops every committed block of a namespace that nobody leases; leased ones
-        become invisible at once and go when their last lease ends.
+        become invisible at once and go when their last lease ends. A reservation that
+        is open at that moment may still commit into the namespace afterwards.
 
         Idempotent. Errors: UNAUTHENTICATED SESSION_UNKNOWN; INVALID_ARGUMENT
         INVALID_FIELD; NOT_FOUND is not used: an unknown namespace purges nothing.
