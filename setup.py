@@ -20,6 +20,7 @@ SOURCES = (
     "rows.c",
     "row_read.c",
     "row_calls.c",
+    "slot_copy.c",
 )
 
 setup(

@@ -109,6 +109,18 @@ class ReadOutcome(IntEnum):
     """The block is of another length than the target."""
 
 
+class SlotOutcome(IntEnum):
+    """What became of a copy under a capability (`native.copy_slots`)."""
+
+    COPIED = 0
+    UNMAPPED = 1
+    OUTSIDE = 2
+    STALE = 3
+    """A slot had another owner before the copy; no byte moved."""
+    MOVED = 4
+    """A slot got another owner during the copy; the target holds garbage."""
+
+
 def mix_keys(words: U64, spaces: U32 | int) -> U64:
     """Return the mixed value of each key.
 

@@ -45,6 +45,20 @@ def read_rows(
     outcomes: U8,
     touched: I64,
 ) -> int: ...
+def copy_slots(
+    segments: U32,
+    granules: U32,
+    generations: U64,
+    segment_bases: U64,
+    segment_sizes: U64,
+    generation_bases: U64,
+    addresses: U64,
+    lengths: U64,
+    piece_counts: U32 | None,
+    checksums: U32 | None,
+    is_write: bool,
+    streaming_threshold_bytes: int = ...,
+) -> tuple[int, int]: ...
 
 # Best first. For tests and for measuring one kernel against another.
 def kernel_names() -> tuple[str, ...]: ...

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.core import row_layout
-from kvservice.core.row_layout import ReadOutcome, search_rows
+from kvservice.core.row_layout import ReadOutcome, SlotOutcome, search_rows
 from kvservice.core.slots import GRANULE_BYTES, I64, U8, U32, U64
 
 STREAMING_THRESHOLD_BYTES = 65536
@@ -187,6 +187,61 @@ def read_rows(  # noqa: PLR0913, PLR0917 - as in C, where one call must do it al
         outcomes[block] = outcome
         touched[block] = found[block] if outcome is ReadOutcome.HIT else -1
     return int(np.count_nonzero(outcomes == ReadOutcome.HIT))
+
+
+def copy_slots(  # noqa: PLR0913, PLR0917 - as in C, where one call must do it all
+    segments: U32,
+    granules: U32,
+    generations: U64,
+    segment_bases: U64,
+    segment_sizes: U64,
+    generation_bases: U64,
+    addresses: U64,
+    lengths: U64,
+    piece_counts: U32 | None,
+    checksums: U32 | None,
+    is_write: bool,  # noqa: FBT001 - as in C
+    streaming_threshold_bytes: int = STREAMING_THRESHOLD_BYTES,
+) -> tuple[int, int]:
+    """Check the slots, copy between them and the pieces, check again; (SlotOutcome, index of the slot)."""
+    pieces = _Pieces.of(lengths, piece_counts)
+    for name, array, item in (
+        ("segments", segments, np.uint32),
+        ("granules", granules, np.uint32),
+        ("generations", generations, np.uint64),
+    ):
+        _check_array(array, name, item, len(pieces))
+    _check_array(segment_bases, "segment_bases", np.uint64, None)
+    _check_array(segment_sizes, "segment_sizes", np.uint64, len(segment_bases))
+    _check_array(generation_bases, "generation_bases", np.uint64, len(segment_bases))
+    _check_array(addresses, "addresses", np.uint64, len(pieces.lengths))
+    places: list[tuple[int, int]] = []
+    for slot, piece_range in enumerate(pieces):
+        segment, offset = int(segments[slot]), int(granules[slot]) * GRANULE_BYTES
+        if segment >= len(segment_bases) or not segment_bases[segment]:
+            return SlotOutcome.UNMAPPED, slot
+        if offset + sum(pieces.lengths[piece] for piece in piece_range) > int(segment_sizes[segment]):
+            return SlotOutcome.OUTSIDE, slot
+        word = int(generation_bases[segment]) + 8 * int(granules[slot])
+        if _word(word) != int(generations[slot]):
+            return SlotOutcome.STALE, slot
+        places.append((int(segment_bases[segment]) + offset, word))
+    in_slots = np.empty(len(pieces.lengths), dtype=np.uint64)
+    for (place, _), piece_range in zip(places, pieces, strict=True):
+        start = place
+        for piece in piece_range:
+            in_slots[piece] = start
+            start += pieces.lengths[piece]
+    targets, sources = (in_slots, addresses) if is_write else (addresses, in_slots)
+    copy_blocks(targets, sources, lengths, piece_counts, checksums, streaming_threshold_bytes)
+    for slot, (_, word) in enumerate(places):
+        if _word(word) != int(generations[slot]):
+            return SlotOutcome.MOVED, slot
+    return SlotOutcome.COPIED, 0
+
+
+def _word(address: int) -> int:
+    return ctypes.c_uint64.from_address(address).value
 
 
 @dataclass(frozen=True, slots=True)

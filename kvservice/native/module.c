@@ -2,6 +2,7 @@
 #include "kernel.h"
 #include "pieces.h"
 #include "row_calls.h"
+#include "slot_copy.h"
 #include "rows.h"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -61,6 +62,7 @@ static PyMethodDef methods[] = {
     FAST("remove_rows", call_remove_rows),
     FAST("copy_rows", call_copy_rows),
     FAST("read_rows", call_read_rows),
+    FAST("copy_slots", call_copy_slots),
     {"kernel_names", call_kernel_names, METH_NOARGS, NULL},
     {"use_kernel", call_use_kernel, METH_O, NULL},
     {NULL, NULL, 0, NULL},

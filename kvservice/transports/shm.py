@@ -16,12 +16,14 @@ from kvservice import native
 from kvservice.core.errors import (
     ChecksumMismatchError,
     InvalidFieldError,
+    KvError,
     PeerUnavailableError,
     StaleGenerationError,
 )
+from kvservice.core.row_layout import SlotOutcome
 from kvservice.core.slots import GRANULE_BYTES, U32, U64, Slots
 from kvservice.ports.transport import Transfer, TransportCapabilities
-from kvservice.transports.blockmap import check_transfer, slot_addresses_per_piece
+from kvservice.transports.blockmap import check_transfer
 from kvservice.transports.segments import MappedSegment
 
 MAX_SEGMENTS_COUNT = 1 << 20
@@ -182,14 +184,24 @@ class ShmTransport:
 
     def _copy(self, transfer: Transfer, *, is_write: bool) -> None:
         check_transfer(transfer)
-        snapshot = self._open_snapshot()
-        pieces = transfer.pieces
-        slot_addresses = _slot_addresses(snapshot, transfer.slots, transfer.lengths)
-        in_slots = slot_addresses_per_piece(slot_addresses, pieces)
-        targets, sources = (in_slots, pieces.addresses) if is_write else (pieces.addresses, in_slots)
-        _check_generations(snapshot, transfer.slots, "before the copy")
-        native.copy_blocks(targets, sources, pieces.lengths, pieces.counts, transfer.checksums)
-        _check_generations(snapshot, transfer.slots, "during the copy")
+        if not len(transfer.slots):
+            return
+        snapshot, slots, pieces = self._open_snapshot(), transfer.slots, transfer.pieces
+        outcome, slot = native.copy_slots(
+            slots.segments,
+            slots.granules,
+            slots.generations,
+            snapshot.bases,
+            snapshot.sizes,
+            snapshot.generation_bases,
+            pieces.addresses,
+            pieces.lengths,
+            pieces.counts,
+            transfer.checksums,
+            is_write,
+        )
+        if outcome:
+            raise _failure(SlotOutcome(outcome), snapshot, slots, slot)
 
     def _open_snapshot(self) -> MapSnapshot:
         if self._is_closed:
@@ -213,6 +225,21 @@ def _snapshot_of(segments: dict[int, MappedSegment]) -> MapSnapshot:
         segments,
         {number: segment.memory.view.toreadonly() for number, segment in segments.items()},
         {number: segment.generations for number, segment in segments.items()},
+    )
+
+
+def _failure(outcome: SlotOutcome, snapshot: MapSnapshot, slots: Slots, slot: int) -> KvError:
+    """Return the error for a copy that was refused, or has failed, because of a slot."""
+    where = f"segment {int(slots.segments[slot])} at {int(slots.granules[slot]) * GRANULE_BYTES}"
+    if outcome is SlotOutcome.UNMAPPED:
+        missing = snapshot.missing(slots.segments)[:8]
+        return PeerUnavailableError(f"segments {missing} are not mapped here: map them first")
+    if outcome is SlotOutcome.OUTSIDE:
+        return InvalidFieldError(f"slot {slot} reaches past the end of its segment, {where}")
+    when = "before" if outcome is SlotOutcome.STALE else "during"
+    return StaleGenerationError(
+        f"slot {slot} ({where}, generation {int(slots.generations[slot])}) had another owner {when} "
+        "the copy; discard what was copied"
     )
 
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvservice import native
 from kvservice.core.errors import InvalidFieldError, PeerUnavailableError, StaleGenerationError
+from kvservice.native import fallback
 from kvservice.transports import shm
 from kvservice.transports.inproc import InprocTransport
 from kvservice.transports.segments import MappedSegment
@@ -83,12 +83,17 @@ class TestShm(TransportContract):
 
         @contextlib.contextmanager
         def during(action: Callable[[], None]):
-            def copy_blocks(*arguments: object) -> None:
-                native.copy_blocks(*arguments)
+            # The fallback, since its copy can be interrupted at a known point; that the C
+            # extension looks again after the copy is shown in tests/unit/native.
+            copy_blocks = fallback.copy_blocks
+
+            def copy_and_act(*arguments: object) -> None:
+                copy_blocks(*arguments)
                 action()
 
             with monkeypatch.context() as patch:
-                patch.setattr(shm, "native", SimpleNamespace(copy_blocks=copy_blocks))
+                patch.setattr(fallback, "copy_blocks", copy_and_act)
+                patch.setattr(shm, "native", SimpleNamespace(copy_slots=fallback.copy_slots))
                 yield
 
         yield Harness(owner, ShmTransport(mapping), lambda _: ShmTransport(mapping), during)
