@@ -210,8 +210,8 @@ class Client:
         return self.world.handle(events.Reserve(self.token, request, tuple(spaces), packed, ttl_ns))
 
     def commit(self, reservation, checksums=None):
-        """Commit a reservation, given by its answer; checksums are 0, 1, 2... unless given."""
-        sums = np.arange(len(reservation.slots)) if checksums is None else list(checksums)
+        """Commit a reservation, given by its answer; checksums are 1, 2, 3... unless given."""
+        sums = np.arange(1, len(reservation.slots) + 1) if checksums is None else list(checksums)
         return self.commit_id(reservation.reservation_id, sums)
 
     def commit_id(self, reservation_id: int, checksums=()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
@@ -14,9 +13,7 @@ from kvclient.outcomes import granted
 from kvclient.representation import Identity, Part, identity_message, part_message
 from kvclient.results import Attachment, Lease, Limits, Reservation
 from kvproto.kv.v1 import block_pb2, capabilities_service_pb2, lifecycle_service_pb2, session_service_pb2
-from kvservice.core.slots import GRANULE_BYTES, U8, Slots
-
-_GRANULE_SHIFT = np.uint64(GRANULE_BYTES.bit_length() - 1)
+from kvservice.core.slots import U8, Slots
 
 
 def seconds(duration: Duration) -> float:
@@ -96,12 +93,11 @@ def heartbeats(
 
 def slots(message: block_pb2.SlotArrays) -> Slots:
     """Return the slots of a message."""
-    offsets = _array(message.offsets_bytes, np.uint64)
     return Slots(
-        _array(message.segments, np.uint32),
-        (offsets >> _GRANULE_SHIFT).astype(np.uint32),
-        _array(message.generations, np.uint64),
-        _array(message.checksums, np.uint32) if len(message.checksums) else None,
+        np.frombuffer(message.segments, np.uint32),
+        np.frombuffer(message.granules, np.uint32),
+        np.frombuffer(message.generations, np.uint64),
+        np.frombuffer(message.checksums, np.uint32) if message.checksums else None,
     )
 
 
@@ -134,8 +130,3 @@ def reservation(
         asked_s + seconds(message.remaining),
         incarnation,
     )
-
-
-def _array(values: Any, dtype: Any) -> Any:
-    # `fromiter` over the container is the fastest way that protobuf offers.
-    return np.fromiter(values, dtype, len(values))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -25,10 +26,10 @@ def add_command(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    settings = ClientSettings(client_name="kvservice status")
-    if options.endpoint:
-        settings = ClientSettings(endpoint=options.endpoint, client_name="kvservice status")
     try:
+        settings = ClientSettings(client_name="kvservice status")
+        if options.endpoint:
+            settings = dataclasses.replace(settings, endpoint=options.endpoint)
         with KvClient.connect(settings) as client:
             capabilities, tiers = client.capabilities(), client.list_tiers()
     except KvError as error:

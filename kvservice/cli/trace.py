@@ -40,7 +40,7 @@ def read_trace(path: Path, *, limit_count: int | None) -> Iterator[TraceRequest]
 def _parse(line: str, place: str) -> TraceRequest:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers and nesting that Python refuses
         raise TraceError(f"{place}: not a JSON object: {error}") from error
     ids = record.get("hash_ids") if isinstance(record, dict) else None
     if not isinstance(ids, list):

@@ -98,7 +98,10 @@ class Reserve(Event[ReserveAnswer]):
 
 @dataclass(frozen=True, slots=True)
 class Commit(Event[CommitAnswer]):
-    """Make written blocks visible. checksums: (slots,) uint32."""
+    """Make written blocks visible.
+
+    checksums: (slots,) uint32, CRC32C of each; none at all stores them without.
+    """
 
     token: bytes
     reservation_id: int

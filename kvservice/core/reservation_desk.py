@@ -19,6 +19,7 @@ from kvservice.core.batches import (
     pin,
 )
 from kvservice.core.books import Books, Ended, Tenant
+from kvservice.core.checksums import NO_CHECKSUM, as_stored
 from kvservice.core.effects import NewsForTenant
 from kvservice.core.errors import (
     ChecksumMismatchError,
@@ -127,18 +128,22 @@ class ReservationDesk:
                 f"reservation {event.reservation_id} belongs to another engine; "
                 "only processes of the engine that reserved may commit"
             )
-        if len(event.checksums) != reservation.batch.count:
+        if len(event.checksums) not in {0, reservation.batch.count}:
             raise InvalidFieldError(
                 f"checksums has {len(event.checksums)} entries for {reservation.batch.count} "
-                "granted slots; give one CRC32C for each"
+                "granted slots; give one CRC32C for each, or none at all"
             )
         if reservation.writes_count:
             raise IncompleteBlockError(
                 f"{reservation.writes_count} writes of reservation {event.reservation_id} have not ended; "
                 "commit when they have, or abort"
             )
-        self._check_arrived(reservation, event.checksums)
-        self._publish(reservation, event.checksums)
+        if len(event.checksums):
+            self._check_arrived(reservation, event.checksums)
+            checksums = as_stored(event.checksums)
+        else:
+            checksums = np.full(reservation.batch.count, NO_CHECKSUM, dtype=np.uint32)
+        self._publish(reservation, checksums)
         keys_count = len(reservation.keys) // KEY_BYTES
         self._forget(reservation, ItemOutcome.DONE, keys_count)
         return CommitAnswer(ItemOutcome.DONE, keys_count)

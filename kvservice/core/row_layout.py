@@ -15,7 +15,7 @@ when the first one is aligned so. All numbers are little endian.
     space       0: the row is empty, and all its fields but the version are zero
     granule     offset in the segment, in units of 512 bytes
     length      bytes of the block
-    checksum    CRC-32C of the block
+    checksum    of the block as stored: CRC-32C, 0 for none (`core.checksums`)
     version     odd while the writer changes the row
     generation  of the slot when the row was written
 

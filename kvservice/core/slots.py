@@ -24,7 +24,7 @@ class Slots:
     segments: (slots,) uint32, number of the segment.
     granules: (slots,) uint32, offset in the segment in units of GRANULE_BYTES.
     generations: (slots,) uint64, generation when the capability was given.
-    checksums: (slots,) uint32, CRC32C as committed; None in a reservation.
+    checksums: (slots,) uint32, as stored (`core.checksums`); None in a reservation.
     """
 
     segments: U32

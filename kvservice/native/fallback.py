@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.core import row_layout
+from kvservice.core.checksums import NO_CHECKSUM, STANDS_FOR_ZERO
 from kvservice.core.row_layout import ReadOutcome, SlotOutcome, search_rows
 from kvservice.core.slots import GRANULE_BYTES, I64, U8, U32, U64
 
@@ -296,7 +297,8 @@ def _read_block(row: np.void, maps: _Maps, scatter: list[tuple[int, int]], *, ve
         source += length
     if word.value != generation:
         return ReadOutcome.STALE
-    if verify and value != int(row["checksum"]):
+    stored = int(row["checksum"])
+    if verify and stored not in {NO_CHECKSUM, value or STANDS_FOR_ZERO}:
         return ReadOutcome.CORRUPT
     return ReadOutcome.HIT
 

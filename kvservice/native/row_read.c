@@ -60,7 +60,9 @@ static enum outcome read_block(const struct row_read *read, struct turn turn,
     if (__atomic_load_n(generation, __ATOMIC_RELAXED) != row->generation) {
         return OUTCOME_STALE;
     }
-    if (read->is_verified && checksum != row->checksum) {
+    /* A stored 0 means "none"; a checksum of 0 is stored as all ones. */
+    if (read->is_verified && row->checksum != 0 &&
+        row->checksum != (checksum != 0 ? checksum : UINT32_MAX)) {
         return OUTCOME_CORRUPT;
     }
     return OUTCOME_HIT;

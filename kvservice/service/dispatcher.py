@@ -180,7 +180,9 @@ class Dispatcher:
 
     def _commit(self, request: lifecycle_service_pb2.CommitRequest, caller: Caller) -> Message:
         answer = self._submit(
-            events.Commit(caller.token, request.reservation_id, mapping.u32_array(request.checksums))
+            events.Commit(
+                caller.token, request.reservation_id, mapping.packed_u32(request.checksums, "checksums")
+            )
         )
         return lifecycle_service_pb2.CommitResponse(
             outcome=int(answer.outcome),  # type: ignore[arg-type]

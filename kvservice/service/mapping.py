@@ -28,7 +28,7 @@ from kvservice.core.errors import InvalidFieldError
 from kvservice.core.history import Fact
 from kvservice.core.limits import Limits
 from kvservice.core.representation import Identity, Part, Shape
-from kvservice.core.slots import GRANULE_BYTES, U8, U32, U64, Slots
+from kvservice.core.slots import U8, U32, U64, Slots
 
 NANOSECONDS = 1_000_000_000
 
@@ -176,13 +176,19 @@ def limits_message(limits: Limits) -> capabilities_service_pb2.Limits:
 
 def slot_arrays(slots: Slots) -> block_pb2.SlotArrays:
     """Slots to message."""
-    offsets = slots.granules.astype(np.uint64) * np.uint64(GRANULE_BYTES)
     return block_pb2.SlotArrays(
-        segments=slots.segments.tolist(),
-        offsets_bytes=offsets.tolist(),
-        generations=slots.generations.tolist(),
-        checksums=None if slots.checksums is None else slots.checksums.tolist(),
+        segments=slots.segments.tobytes(),
+        granules=slots.granules.tobytes(),
+        generations=slots.generations.tobytes(),
+        checksums=b"" if slots.checksums is None else slots.checksums.tobytes(),
     )
+
+
+def packed_u32(packed: bytes, field: str) -> U32:
+    """Bytes of little-endian u32 to (n,) uint32."""
+    if len(packed) % 4:
+        raise InvalidFieldError(f"{field} has {len(packed)} bytes, which is no multiple of 4")
+    return np.frombuffer(packed, dtype=np.uint32)
 
 
 def duration(nanoseconds: int) -> Duration:

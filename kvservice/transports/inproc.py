@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvservice import native
+from kvservice.core.checksums import differing
 from kvservice.core.errors import BlockSizeError, ChecksumMismatchError, PeerUnavailableError
 from kvservice.core.slots import U32
 from kvservice.ports.transport import Grant, Transfer, TransferAuthority, TransportCapabilities
@@ -73,7 +74,7 @@ class InprocTransport:
             self._authority.end(grant.transfer_id, checksums=None)
         if transfer.checksums is None or grant.checksums is None:
             return
-        differs = np.flatnonzero(transfer.checksums != grant.checksums)
+        differs = differing(transfer.checksums, grant.checksums)
         if len(differs):
             raise ChecksumMismatchError(
                 f"{len(differs)} of {len(grant.checksums)} slots of lease {transfer.capability_id} "

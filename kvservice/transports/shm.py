@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvservice import native
+from kvservice.core.checksums import differing
 from kvservice.core.errors import (
     ChecksumMismatchError,
     InvalidFieldError,
@@ -150,7 +151,7 @@ class ShmTransport:
         committed = transfer.slots.checksums
         if transfer.checksums is None or committed is None:
             return
-        differs = np.flatnonzero(transfer.checksums != committed)
+        differs = differing(transfer.checksums, committed)
         if len(differs):
             slot = int(differs[0])
             raise ChecksumMismatchError(

@@ -112,7 +112,7 @@ class KvClient:
         """
         self._check_life(reservation)
         request = lifecycle_service_pb2.CommitRequest(
-            reservation_id=reservation.reservation_id, checksums=checksums.tolist()
+            reservation_id=reservation.reservation_id, checksums=checksums.tobytes()
         )
         answer = await self._call(Method.COMMIT, request, lifecycle_service_pb2.CommitResponse)
         self._session.holdings.discard(reservation.reservation_id)

@@ -18,6 +18,7 @@ from kvclient.local_memory import LocalMemory
 from kvclient.plane import Plane
 from kvclient.results import GetResult, Lease, Reservation
 from kvproto.kv.v1 import lifecycle_service_pb2
+from kvservice.core.checksums import differing
 from kvservice.core.errors import (
     BlockSizeError,
     ChecksumMismatchError,
@@ -61,6 +62,8 @@ class Mover:
     async def write(self, reservation: Reservation, buffers: BlockBuffers) -> U32:
         """Copy the blocks of the granted keys; return (slots,) uint32 checksums to commit with.
 
+        Empty where the settings leave checksums out: the blocks are stored without.
+
         buffers: the blocks of all keys of the reservation's request.
         """
         plane = self._plane_of(reservation)
@@ -70,8 +73,8 @@ class Mover:
             chosen = reservation.granted[:, None] * parts_count + np.arange(parts_count)
             buffers = buffers.take(chosen.reshape(-1))
         transport = plane.transport
-        checksums = np.zeros(buffers.blocks_count, np.uint32)
-        is_summed = self._session.settings.checksums or transport.capabilities.is_checked_by_owner
+        is_summed = self._session.settings.checksums
+        checksums = np.zeros(buffers.blocks_count if is_summed else 0, np.uint32)
         transfer = self._transfer(
             reservation.reservation_id, reservation.slots, buffers, checksums if is_summed else None
         )
@@ -160,7 +163,7 @@ class Mover:
         sums = await run_copy(
             functools.partial(memory.checksums, lease.slots, lengths), lease.keys_count * self._key_bytes
         )
-        wrong = np.flatnonzero(sums != lease.slots.checksums).tolist()
+        wrong = differing(sums, lease.slots.checksums).tolist()
         if wrong:
             raise ChecksumMismatchError(
                 f"{len(wrong)} of {len(sums)} blocks under lease {lease.lease_id} do not have their "

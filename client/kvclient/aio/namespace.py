@@ -293,7 +293,7 @@ class Namespace:
 
     async def _commit(self, reservation: Reservation, checksums: U32) -> None:
         request = lifecycle_service_pb2.CommitRequest(
-            reservation_id=reservation.reservation_id, checksums=checksums.tolist()
+            reservation_id=reservation.reservation_id, checksums=checksums.tobytes()
         )
         epoch = self._session.epoch
         await self._session.call(Method.COMMIT, request, lifecycle_service_pb2.CommitResponse, epoch=epoch)

@@ -294,7 +294,7 @@ class Namespace:
 
     def _commit(self, reservation: Reservation, checksums: U32) -> None:
         request = lifecycle_service_pb2.CommitRequest(
-            reservation_id=reservation.reservation_id, checksums=checksums.tolist()
+            reservation_id=reservation.reservation_id, checksums=checksums.tobytes()
         )
         epoch = self._session.epoch
         self._session.call(Method.COMMIT, request, lifecycle_service_pb2.CommitResponse, epoch=epoch)

@@ -13,6 +13,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from kvproto.kv.v1.local_lane_pb2 import TransferRequest, TransferResponse
+from kvservice.core.checksums import differing
 from kvservice.core.errors import (
     BlockSizeError,
     ChecksumMismatchError,
@@ -20,7 +21,7 @@ from kvservice.core.errors import (
     MalformedError,
     PeerUnavailableError,
 )
-from kvservice.core.slots import U32
+from kvservice.core.slots import I64, U32
 from kvservice.ports.methods import Method
 from kvservice.ports.transport import Transfer, TransportCapabilities
 from kvservice.transports.blockmap import check_transfer
@@ -81,7 +82,14 @@ class TcpTransport:
                 raise wire.last_words(failure) from failure
             received = _checksums(_answer(wire, call_id, is_last=True))
         if sums is not None:
-            _compare(sums, received, "what arrived is not what was sent", transfer)
+            _check_count(sums, received)
+            _complain(
+                sums,
+                received,
+                np.flatnonzero(sums != received),
+                "what arrived is not what was sent",
+                transfer,
+            )
 
     def read(self, transfer: Transfer) -> None:
         """Copy the slots into the pieces; see Transport.read.
@@ -108,7 +116,14 @@ class TcpTransport:
             _answer(wire, call_id, is_last=True)
         committed = _checksums(head)
         if sums is not None and len(committed):
-            _compare(sums, committed, "what arrived is not what was committed", transfer)
+            _check_count(sums, committed)
+            _complain(
+                sums,
+                committed,
+                differing(sums, committed),
+                "what arrived is not what was committed",
+                transfer,
+            )
 
     def close(self) -> None:
         """Close every connection; transfers that run fail. Idempotent."""
@@ -121,6 +136,7 @@ class TcpTransport:
             session_token=self._session_token(),
             capability_id=transfer.capability_id,
             slot_indexes=transfer.slot_indexes.tolist(),
+            is_unsummed=transfer.checksums is None,
         )
         deadline_ms = max(1, int(transfer.timeout_s * 1000))
         body = request.SerializeToString()
@@ -272,10 +288,13 @@ def _checksums(response: TransferResponse) -> U32:
     return np.fromiter(response.checksums, dtype=np.uint32, count=len(response.checksums))
 
 
-def _compare(here: U32, there: U32, complaint: str, transfer: Transfer) -> None:
+def _check_count(here: U32, there: U32) -> None:
     if len(here) != len(there):
         raise MalformedError(f"{len(there)} checksums came for {len(here)} blocks")
-    differs = np.flatnonzero(here != there)
+
+
+def _complain(here: U32, there: U32, differs: I64, complaint: str, transfer: Transfer) -> None:
+    """Raise ChecksumMismatchError if there are blocks that differ."""
     if len(differs):
         block = int(differs[0])
         raise ChecksumMismatchError(

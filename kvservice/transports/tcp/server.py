@@ -278,12 +278,13 @@ class TcpServer:
             sums = np.zeros(len(indexes), dtype=np.uint32)
             for chunk in region.chunks():
                 wire.receive(chunk.views)
-                region.add_checksum(chunk, sums)
+                if not request.is_unsummed:
+                    region.add_checksum(chunk, sums)
             wire.can_listen = True
-            received = sums
+            received = None if request.is_unsummed else sums
         finally:
             self._authority.end(grant.transfer_id, checksums=received)
-        _respond(wire, frame, TransferResponse(checksums=sums.tolist()))
+        _respond(wire, frame, TransferResponse(checksums=[] if received is None else received.tolist()))
 
     def _send_error(self, wire: Wire, method: int, call_id: int, error: KvError) -> None:
         """Tell the peer, where the wire still carries a frame; never raises.

@@ -358,7 +358,9 @@ class FakeDaemon:
         reservation = life.reservations.get(request.reservation_id)
         if reservation is None:
             raise ReservationUnknownError(f"no reservation {request.reservation_id}; reserve")
-        for (key, space, granule), checksum in zip(reservation["places"], request.checksums, strict=True):
+        for (key, space, granule), checksum in zip(
+            reservation["places"], np.frombuffer(request.checksums, np.uint32).tolist(), strict=True
+        ):
             if (key, space) in life.committed:
                 continue
             self._insert(key, space, granule, life.spaces[space], checksum)
@@ -396,7 +398,7 @@ class FakeDaemon:
         self.life.next_id += 1
         places = [self.life.committed[key, space] for key in prefix for space in request.space_ids]
         slots = self._slots([granule for granule, _, _ in places])
-        slots.checksums.extend(checksum for _, _, checksum in places)
+        slots.checksums = np.array([checksum for _, _, checksum in places], np.uint32).tobytes()
         self.life.leases[self.life.next_id] = places
         lease = lifecycle_service_pb2.Lease(
             lease_id=self.life.next_id,
@@ -456,9 +458,9 @@ class FakeDaemon:
 
     def _slots(self, granules: list[int]) -> block_pb2.SlotArrays:
         return block_pb2.SlotArrays(
-            segments=[SEGMENT] * len(granules),
-            offsets_bytes=[granule * GRANULE_BYTES for granule in granules],
-            generations=[int(self.life.segment.generations[granule]) for granule in granules],
+            segments=np.full(len(granules), SEGMENT, np.uint32).tobytes(),
+            granules=np.array(granules, np.uint32).tobytes(),
+            generations=self.life.segment.generations[granules].tobytes(),
         )
 
 

@@ -288,3 +288,11 @@ def test_a_reader_in_another_process_never_sees_a_torn_row(operations):
             assert (target[number] == number).all()
     assert os.waitpid(child, 0)[1] == 0
     assert hits > 0
+
+
+def test_a_block_that_was_stored_without_a_checksum_is_read(operations):
+    """A stored 0 says that there is none; it is no mismatch."""
+    store = Store(operations, blocks=1)
+    store.table["checksum"][store.table["space"] != 0] = 0
+    outcomes, _ = store.read()
+    assert outcomes.tolist() == [ReadOutcome.HIT]

@@ -74,8 +74,8 @@ class CommitRequest(_message.Message):
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     reservation_id: int
-    checksums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, reservation_id: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+    checksums: bytes
+    def __init__(self, reservation_id: _Optional[int] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ("outcome", "keys_count")

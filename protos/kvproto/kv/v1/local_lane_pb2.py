@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kv/v1/local_lane.proto\x12\x05kv.v1\"9\n\x12MapSegmentsRequest\x12\x10\n\x08segments\x18\x01 \x03(\r\x12\x11\n\tdirectory\x18\x02 \x01(\x08\"\x8c\x01\n\x13MapSegmentsResponse\x12\x10\n\x08segments\x18\x01 \x03(\r\x12\x13\n\x0bsizes_bytes\x18\x02 \x03(\x04\x12\x19\n\x11generations_bytes\x18\x03 \x03(\x04\x12\x1c\n\x14\x64irectory_rows_count\x18\x04 \x01(\x04\x12\x15\n\rlent_segments\x18\x05 \x03(\r\"U\n\x0fTransferRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x15\n\rcapability_id\x18\x02 \x01(\x04\x12\x14\n\x0cslot_indexes\x18\x03 \x03(\r\"<\n\x10TransferResponse\x12\x11\n\tchecksums\x18\x01 \x03(\x07\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kv/v1/local_lane.proto\x12\x05kv.v1\"9\n\x12MapSegmentsRequest\x12\x10\n\x08segments\x18\x01 \x03(\r\x12\x11\n\tdirectory\x18\x02 \x01(\x08\"\x8c\x01\n\x13MapSegmentsResponse\x12\x10\n\x08segments\x18\x01 \x03(\r\x12\x13\n\x0bsizes_bytes\x18\x02 \x03(\x04\x12\x19\n\x11generations_bytes\x18\x03 \x03(\x04\x12\x1c\n\x14\x64irectory_rows_count\x18\x04 \x01(\x04\x12\x15\n\rlent_segments\x18\x05 \x03(\r\"j\n\x0fTransferRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x15\n\rcapability_id\x18\x02 \x01(\x04\x12\x14\n\x0cslot_indexes\x18\x03 \x03(\r\x12\x13\n\x0bis_unsummed\x18\x04 \x01(\x08\"<\n\x10TransferResponse\x12\x11\n\tchecksums\x18\x01 \x03(\x07\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,7 +37,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MAPSEGMENTSRESPONSE']._serialized_start=93
   _globals['_MAPSEGMENTSRESPONSE']._serialized_end=233
   _globals['_TRANSFERREQUEST']._serialized_start=235
-  _globals['_TRANSFERREQUEST']._serialized_end=320
-  _globals['_TRANSFERRESPONSE']._serialized_start=322
-  _globals['_TRANSFERRESPONSE']._serialized_end=382
+  _globals['_TRANSFERREQUEST']._serialized_end=341
+  _globals['_TRANSFERRESPONSE']._serialized_start=343
+  _globals['_TRANSFERRESPONSE']._serialized_end=403
 # @@protoc_insertion_point(module_scope)

@@ -30,14 +30,16 @@ class MapSegmentsResponse(_message.Message):
     def __init__(self, segments: _Optional[_Iterable[int]] = ..., sizes_bytes: _Optional[_Iterable[int]] = ..., generations_bytes: _Optional[_Iterable[int]] = ..., directory_rows_count: _Optional[int] = ..., lent_segments: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TransferRequest(_message.Message):
-    __slots__ = ("session_token", "capability_id", "slot_indexes")
+    __slots__ = ("session_token", "capability_id", "slot_indexes", "is_unsummed")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    IS_UNSUMMED_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     capability_id: int
     slot_indexes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_token: _Optional[bytes] = ..., capability_id: _Optional[int] = ..., slot_indexes: _Optional[_Iterable[int]] = ...) -> None: ...
+    is_unsummed: bool
+    def __init__(self, session_token: _Optional[bytes] = ..., capability_id: _Optional[int] = ..., slot_indexes: _Optional[_Iterable[int]] = ..., is_unsummed: bool = ...) -> None: ...
 
 class TransferResponse(_message.Message):
     __slots__ = ("checksums", "payload_bytes")

@@ -1,0 +1,1 @@
+"""Engine connectors on top of kvclient."""

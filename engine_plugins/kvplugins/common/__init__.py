@@ -1,0 +1,1 @@
+"""What the connectors of every engine share."""

@@ -1,0 +1,6 @@
+"""The demonstration's processes serve the tests too."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "engine_plugins" / "demo"))
