@@ -64,7 +64,7 @@ bench: $(STAMP)  ## measure; writes build/bench.json
 	mkdir -p build
 	$(BIN)/python -m tests.bench
 
-demo: $(STAMP) $(if $(VLLM),$(VLLM_STAMP))  ## one daemon between a prefill and a decode side (VLLM=.venv-vllm: real engines)
+demo: $(STAMP)  ## prefill to decode with real vLLM through one daemon (VLLM=path/to/python: a vLLM that is there)
 	$(BIN)/python engine_plugins/demo/main_job.py $(if $(VLLM),--vllm $(VLLM))
 
 clean:  ## remove what was built, but not the environments

@@ -1,12 +1,10 @@
 """Prefill here, decode there, and the KV between them through one daemon: `main_job.py [--vllm PYTHON]`.
 
-With --vllm (a Python that can import vLLM, or its virtual environment) three real engines run; without it,
-stand-ins that need nothing. The tokens of prefill + decode must equal those of one engine alone, and blocks
-must have been
-loaded: otherwise the exit status is 1. Two controls follow: stored bytes that are altered must be refused,
-    and an
-engine that does not check them must answer otherwise, which shows that it is the loaded bytes that decode
-uses.
+The engines are real vLLM: of the Python that --vllm names (or its virtual environment), else of `.venv-vllm`
+in this project, which is made or mended first. The tokens of prefill + decode must equal those of one engine
+alone, and blocks must have been loaded: otherwise the exit status is 1. Two controls follow: stored bytes that
+are altered must be refused, and an engine that does not check them must answer otherwise, which shows that it
+is the loaded bytes that decode uses.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import vllm_env
 from processes import HERE, Daemon, Engine, ProcessFailed, transfer_config, vllm_engine
 from stored_bytes import alter
 
@@ -30,6 +29,7 @@ CAPACITY_BYTES = 256 << 20
 SEGMENT_BYTES = 64 << 20
 MODEL_TIMEOUT_S = 180
 BLOCK_TOKENS = 32
+ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-vllm"
 
 Row = dict[str, Any]
 
@@ -64,7 +64,7 @@ def prompts() -> list[Prompt]:
 class Job:
     """One run, with all its processes."""
 
-    def __init__(self, python: Path | None, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, python: Path, folder: Path, stack: ExitStack) -> None:
         self._python = python
         self._folder = folder
         self._stack = stack
@@ -75,9 +75,8 @@ class Job:
         """Run the passage and its controls."""
         given = prompts()
         daemon = self._start_daemon()
-        if self._python is not None:
-            say("writing a small random Llama")
-            write_model(self._python, self._model)
+        say("writing a small random Llama")
+        write_model(self._python, self._model)
         plain = self._answers(self._engine("plain", daemon), given, ANSWER_TOKENS)
         prefill = self._answers(self._engine("prefill", daemon), given, 1)
         decode_engine = self._engine("decode", daemon)
@@ -123,13 +122,8 @@ class Job:
         begin = time.monotonic()
         role = {"plain": "", "prefill": "kv_producer"}.get(name, "kv_consumer")
         is_careless = name == "careless"
-        if self._python is None:
-            command = [sys.executable, str(HERE / "toy_engine.py")]
-            command += ["--role", role, "--endpoint", daemon.endpoint] if role else []
-            engine = Engine(name, command + ["--careless"] * is_careless, self._folder)
-        else:
-            transfer = transfer_config(role, daemon.endpoint, verify=not is_careless) if role else None
-            engine = vllm_engine(name, self._python, self._model, self._folder, transfer=transfer)
+        transfer = transfer_config(role, daemon.endpoint, verify=not is_careless) if role else None
+        engine = vllm_engine(name, self._python, self._model, self._folder, transfer=transfer)
         self._stack.enter_context(engine)
         say(f"the {name} engine is ready after {time.monotonic() - begin:.1f} s")
         return engine
@@ -205,7 +199,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm", type=Path, help="a Python with vLLM, or its virtual environment")
     arguments = parser.parse_args()
-    python = python_of(arguments.vllm) if arguments.vllm is not None else None
+    if arguments.vllm is None:
+        try:
+            vllm_env.build(ENVIRONMENT)
+        except vllm_env.Failed as failure:
+            print(f"main_job: there is no vLLM here: {failure}", file=sys.stderr)
+            return 1
+    python = python_of(arguments.vllm or ENVIRONMENT)
     begin = time.monotonic()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-demo-")))

@@ -139,7 +139,7 @@ class Daemon(LoggedProcess):
 
 
 class Engine(LoggedProcess):
-    """One engine process (`engine_process.py` or `toy_engine.py`)."""
+    """One engine process (`engine_process.py`)."""
 
     def __init__(self, name: str, command: Sequence[str], log_folder: Path) -> None:
         self._answers, theirs = os.pipe()

@@ -192,8 +192,8 @@ class KvServiceConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the load into the memory that the request has got.
 
-        Not shielded: the scheduler has settled on the load, and a request whose load is never begun waits for
-            ever.
+        Not shielded: the scheduler has settled on the load, and a request whose load is never begun waits
+        for ever.
         """
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)

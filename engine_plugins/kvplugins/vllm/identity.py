@@ -4,11 +4,9 @@ A block hash says which tokens. It is the same for every model, so whatever else
 must stand in the identity or the shape; what is forgotten here is a wrong token somewhere.
 
 **The weights.** A model from a hub is named by its commit. For a folder of weights we digest what tells two
-sets of
-weights apart without reading them all: each file's name, size, head, and 256 samples spread over it. Two
-    fine-tunes of
-one model have the same names, sizes and heads; samples differ unless nearly all weights are equal. Whoever
-edits single tensors in place, and keeps the folder, sets `weights_revision`.
+sets of weights apart without reading them all: each file's name, size, head, and 256 samples spread over it.
+Two fine-tunes of one model have the same names, sizes and heads; samples differ unless nearly all weights are
+equal. Whoever edits single tensors in place, and keeps the folder, sets `weights_revision`.
 """
 
 from __future__ import annotations

@@ -8,11 +8,9 @@ be loaded is reported as invalid in the same step, and vLLM computes it.
 **Saves** run inside `wait_for_save`, in the engine's own thread. The alternative, a saver thread, would read
 blocks that vLLM frees, reuses and overwrites on preemption and at the end of a request; holding them back
 needs a second protocol (delayed frees, a wait before each preemption), and a prefill instance would still
-answer before its KV can
-be found. The price is that a step waits for its blocks to be stored, at most `transfer_timeout_ms`: after
-    that, and
-whenever the service is gone, full or slow, what is left is not saved, which costs a later miss and nothing
-else.
+answer before its KV can be found. The price is that a step waits for its blocks to be stored, at most
+`transfer_timeout_ms`: after that, and whenever the service is gone, full or slow, what is left is not saved,
+which costs a later miss and nothing else.
 """
 
 from __future__ import annotations
@@ -147,8 +145,7 @@ class WorkerSide:
         """Return the blocks that hold garbage, since the last call.
 
         To be called after `take_ended` in the same step: a load files its lost blocks and its end together,
-            so
-        that no request is ever told to have ended well which has not.
+        so that no request is ever told to have ended well which has not.
         """
         with self._lock:
             lost, self._lost_block_ids = self._lost_block_ids, set()

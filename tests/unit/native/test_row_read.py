@@ -295,4 +295,4 @@ def test_a_block_that_was_stored_without_a_checksum_is_read(operations):
     store = Store(operations, blocks=1)
     store.table["checksum"][store.table["space"] != 0] = 0
     outcomes, _ = store.read()
-    assert outcomes.tolist() == [ReadOutcome.HIT]
+    assert outcomes == [ReadOutcome.HIT]
