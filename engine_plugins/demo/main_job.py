@@ -2,9 +2,9 @@
 
 The engines are real vLLM: of the Python that --vllm names (or its virtual environment), else of `.venv-vllm`
 in this project, which is made or mended first. The tokens of prefill + decode must equal those of one engine
-alone, and blocks must have been loaded: otherwise the exit status is 1. Two controls follow: stored bytes that
-are altered must be refused, and an engine that does not check them must answer otherwise, which shows that it
-is the loaded bytes that decode uses.
+alone, and blocks must have been loaded: otherwise the exit status is 1. Two controls follow: stored bytes
+that are altered must be refused, and an engine that does not check them must answer otherwise, which shows
+that it is the loaded bytes that decode uses.
 """
 
 from __future__ import annotations

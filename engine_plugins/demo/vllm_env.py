@@ -69,7 +69,8 @@ def build(folder: Path) -> None:
             "install",
             VLLM,
             otherwise=f"{VLLM} cannot be installed here. It needs Python 3.11 or later on Linux, and a CPU "
-            "build of PyTorch 2.13 that pip can find. Without it: make test WITHOUT_VLLM=1, or make demo VLLM=path/to/python with a vLLM of your own.",
+            "build of PyTorch 2.13 that pip can find. Without it: make test WITHOUT_VLLM=1, or "
+            "make demo VLLM=path/to/python with a vLLM of your own.",
         )
     present = installed(python)
     if unwanted := [name for name in UNWANTED if name in present]:

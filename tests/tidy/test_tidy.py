@@ -76,7 +76,18 @@ ENV_READERS = ("kvservice/daemon/config.py", "client/kvclient/config.py", "engin
 # Of the standard library, what computes. Nothing that reads a clock, a file, a socket, or randomness.
 CORE_STANDARD_LIBRARY = {
     *("__future__", "abc", "array", "binascii", "bisect", "collections", "contextlib", "copy", "dataclasses"),
-    *("decimal", "enum", "fractions", "functools", "hashlib", "heapq", "hmac", "itertools", "math", "numbers"),
+    *(
+        "decimal",
+        "enum",
+        "fractions",
+        "functools",
+        "hashlib",
+        "heapq",
+        "hmac",
+        "itertools",
+        "math",
+        "numbers",
+    ),
     *("operator", "re", "string", "struct", "types", "typing", "zlib"),
 }
 CORE_BANNED_CALLS = re.compile(
