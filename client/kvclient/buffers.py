@@ -7,6 +7,7 @@ block. Blocks are key-major: key 0 part 0, key 0 part 1, key 1 part 0...
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -107,6 +108,13 @@ class BlockBuffers:
                 f"{key_bytes} bytes (parts {list(block_bytes)}); give whole keys, or a list of buffers"
             )
         keys_count = size_bytes // key_bytes
+        if len(block_bytes) == 1:
+            lengths = _uniform(keys_count, key_bytes)
+            addresses = np.arange(keys_count, dtype=np.uint64)
+            addresses *= key_bytes
+            addresses += found.addresses[0]
+            pieces = Pieces(addresses, lengths)
+            return cls(pieces, lengths, found.owners, is_writable=found.is_writable, uniform_bytes=key_bytes)
         lengths = np.tile(np.asarray(block_bytes, np.uint64), keys_count)
         addresses = np.empty_like(lengths)
         addresses[0] = found.addresses[0]
@@ -319,6 +327,14 @@ class BlockBuffers:
             is_writable=is_writable,
             uniform_bytes=uniform_bytes,
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _uniform(count: int, block_bytes: int) -> U64:
+    """(count,) uint64, all `block_bytes`; shared, so read-only."""
+    lengths = np.full(count, block_bytes, np.uint64)
+    lengths.flags.writeable = False
+    return lengths
 
 
 class _Pool:

@@ -16,6 +16,8 @@ from kvservice.core.records import Quarantine, Session, SlotBatch
 from kvservice.core.slot_pool import SlotPool, SlotState
 from kvservice.core.slots import I64
 
+_COMMITTED = int(SlotState.COMMITTED)
+
 
 def disown_written(
     books: Books, batch: SlotBatch, *, capability_id: int, waiting: set[bytes], now: int
@@ -78,6 +80,8 @@ def _wait(
 
 def _settle(pool: SlotPool, indexes: I64) -> None:
     """Free the slots among `indexes` that are on their way out and unpinned."""
+    if not (pool.state[indexes] > _COMMITTED).any():
+        return  # The usual end of a lease: its blocks stay.
     idle = indexes[pool.pins[indexes] == 0]
     state = pool.state[idle]
     quarantined = idle[state == SlotState.QUARANTINED]

@@ -56,6 +56,7 @@ class Session:
 class Reservation:
     """The exclusive right to write some slots, until `deadline_ns`.
 
+    asked_keys: packed, of the request, to tell a retry from another request.
     keys: packed, of the granted keys.
     slots: where `batch` is, which does not change before the end.
     prefix: those of the request's keys that were there before, with their generations.
@@ -66,7 +67,7 @@ class Reservation:
     reservation_id: int
     session: Session
     request_id: bytes
-    request_digest: bytes
+    asked_keys: bytes
     spaces: tuple[int, ...]
     keys: bytes
     outcomes: bytes

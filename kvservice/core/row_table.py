@@ -148,6 +148,10 @@ class RowTable:
         self._used -= removed
         return removed
 
+    def remove_of(self, keys: bytes, space: int) -> int:
+        """Remove packed keys of one space; return how many were there."""
+        return self.remove(keys, np.full(len(keys) // KEY_BYTES, space, dtype=np.uint32))
+
     def _make_room(self, count: int) -> None:
         capacity = len(self._rows)
         while (self._used + count) * 2 > capacity:

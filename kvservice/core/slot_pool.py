@@ -173,6 +173,12 @@ class SlotPool:
 
     def indexes_of(self, segments: U32, granules: U32) -> I64:
         """Return the indexes of slots given by location; -1 for no slot of ours."""
+        if _is_uniform(segments) and int(segments[0]) in self._position_of:
+            # The usual case: a batch that was written together lies in one segment.
+            start = self._position_of[int(segments[0])] * self.slots_per_segment
+            inside: I64 = granules // np.uint32(self.slot_granules) + np.int64(start)
+            if int(inside.max()) < start + self.slots_per_segment:
+                return inside
         indexes = np.full(len(segments), -1, dtype=np.int64)
         numbers = [int(segments[0])] if _is_uniform(segments) else np.unique(segments).tolist()
         for number in numbers:

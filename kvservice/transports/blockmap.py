@@ -28,7 +28,10 @@ def check_transfer(transfer: Transfer) -> None:
             f"a transfer of {blocks_count} lengths names {len(transfer.slots)} slots, "
             f"{len(transfer.slot_indexes)} slot indexes and {pieces.blocks_count} blocks of pieces"
         )
-    differs = np.flatnonzero(bytes_per_block(pieces) != transfer.lengths)
+    sizes = bytes_per_block(pieces)
+    if sizes is transfer.lengths or np.array_equal(sizes, transfer.lengths):
+        return
+    differs = np.flatnonzero(sizes != transfer.lengths)
     if len(differs):
         block = int(differs[0])
         raise InvalidFieldError(
