@@ -9,6 +9,12 @@ from enum import IntEnum
 from kvservice.core.errors import EventsLostError
 
 
+KEY_BYTES = 32
+
+KEYS_PER_EVENT = 8
+"""So a history of 65,536 events holds 16 MiB of keys at most."""
+
+
 class FactKind(IntEnum):
     """What happened to keys; the numbers of `kv.v1.BlockEvent.Kind`."""
 
@@ -29,10 +35,17 @@ class Fact:
 
 
 class History:
-    """A bounded, gapless log; sequence numbers start at 1."""
+    """A bounded, gapless log; sequence numbers start at 1.
+
+    limit_count: events kept. Their keys are bounded as well, since one event may carry
+    thousands: at `KEYS_PER_EVENT` for each event on average.
+    """
 
     def __init__(self, limit_count: int) -> None:
-        self._facts: deque[Fact] = deque(maxlen=limit_count)
+        self._facts: deque[Fact] = deque()
+        self._limit_count = limit_count
+        self._limit_bytes = limit_count * KEYS_PER_EVENT * KEY_BYTES
+        self._kept_bytes = 0
         self._last = 0
 
     @property
@@ -41,9 +54,14 @@ class History:
         return self._last
 
     def append(self, kind: FactKind, *, namespace_id: bytes, space_id: int, keys: bytes) -> None:
-        """Record an event."""
+        """Record an event; the oldest ones make room."""
         self._last += 1
         self._facts.append(Fact(self._last, kind, namespace_id, space_id, keys))
+        self._kept_bytes += len(keys)
+        while len(self._facts) > self._limit_count or (
+            self._kept_bytes > self._limit_bytes and len(self._facts) > 1
+        ):
+            self._kept_bytes -= len(self._facts.popleft().keys)
 
     def after(self, sequence: int, *, limit_count: int) -> list[Fact]:
         """Return the next events after `sequence`, in order, at most `limit_count`.

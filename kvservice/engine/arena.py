@@ -33,7 +33,7 @@ class Arena:
         for number, segment in self._segments.items():
             self._bases[number] = segment.address
         self._directories: dict[str, OwnedTable] = {}
-        self._retired: list[OwnedTable] = []
+        self._retired: dict[str, OwnedTable] = {}
         self._untouched: SimpleQueue[OwnedSegment | None] = SimpleQueue()
         self._toucher: threading.Thread | None = None
         self._is_closing = False
@@ -45,15 +45,18 @@ class Arena:
     def create_directory(self, tenant: str, capacity_rows: int) -> Rows:
         """Return zeroed rows for a tenant; its earlier directory is superseded.
 
-        The old memory stays mapped here for as long as the caller copies from it,
-        that is until the next growth; clients keep their own mappings of it.
+        The old memory stays mapped until the next growth, since the caller copies from
+        it; clients keep their own mappings of it.
         """
         table = OwnedTable.create(capacity_rows)
+        retired = self._retired.pop(tenant, None)
+        if retired is not None:
+            retired.close()
         old = self._directories.get(tenant)
         self._directories[tenant] = table
         if old is not None:
             old.supersede()
-            self._retired.append(old)
+            self._retired[tenant] = old
         return table.rows.view(ROW_DTYPE).reshape(-1)
 
     def segment(self, number: int) -> OwnedSegment:
@@ -101,7 +104,7 @@ class Arena:
             self._toucher.join(JOIN_TIMEOUT_S)
         for segment in self._segments.values():
             segment.close()
-        for table in (*self._directories.values(), *self._retired):
+        for table in (*self._directories.values(), *self._retired.values()):
             table.close()
 
     def _touch(self) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from kvservice.core.effects import NewsForTenant
 from kvservice.core.errors import EventsLostError
-from kvservice.core.history import FactKind, History
+from kvservice.core.history import KEYS_PER_EVENT, FactKind, History
 from tests.core_world import World, keys
 
 NAMESPACE = bytes(32)
@@ -91,3 +91,17 @@ def test_an_aborted_reservation_leaves_no_trace():
     client = world.attach()
     client.abort(client.reserve(client.open(), range(3)).reservation_id)
     assert world.facts() == []
+
+
+def test_large_events_are_bounded_by_their_keys():
+    """One event may carry thousands of keys, so the number of events alone is no bound on memory."""
+    history = History(4)
+    many = bytes(32 * KEYS_PER_EVENT * 3)
+    for number in range(1, 4):
+        history.append(FactKind.COMMITTED, namespace_id=NAMESPACE, space_id=number, keys=many)
+    assert [fact.sequence for fact in history.after(2, limit_count=10)] == [3]
+    with pytest.raises(EventsLostError):
+        history.after(1, limit_count=10)
+    huge = bytes(32 * KEYS_PER_EVENT * 100)
+    history.append(FactKind.COMMITTED, namespace_id=NAMESPACE, space_id=4, keys=huge)
+    assert [fact.sequence for fact in history.after(3, limit_count=10)] == [4]
