@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvservice.core.books import Books, Tenant
 from kvservice.core.namespace import Space
 from kvservice.core.records import SlotBatch, SlotGroup
-from kvservice.core.row_table import KEY_BYTES
+from kvservice.core.row_table import KEY_BYTES, RowLocations
 from kvservice.core.slot_pool import SlotPool
 from kvservice.core.slots import I64, U32, U64, Slots
 
@@ -57,6 +57,13 @@ def committed_slots(books: Books, tenant: Tenant, spaces: list[Space], keys: byt
         indexes = pool.indexes_of(located.segments, located.granules)
         groups.append(SlotGroup(pool, indexes, np.arange(part, count * parts, parts)))
     return SlotBatch(tuple(groups), count * parts)
+
+
+def slots_at(books: Books, tenant: Tenant, space: Space, located: RowLocations, count: int) -> SlotBatch:
+    """Return the slots of the first `count` keys of a look at the directory, all found."""
+    pool = books.pool(tenant, space.slot_bytes)
+    indexes = pool.indexes_of(located.segments[:count], located.granules[:count])
+    return SlotBatch((SlotGroup(pool, indexes, np.arange(count)),), count)
 
 
 def describe(batch: SlotBatch, *, with_checksums: bool) -> Slots:

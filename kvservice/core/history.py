@@ -8,7 +8,6 @@ from enum import IntEnum
 
 from kvservice.core.errors import EventsLostError
 
-
 KEY_BYTES = 32
 
 KEYS_PER_EVENT = 8

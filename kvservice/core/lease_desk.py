@@ -13,6 +13,7 @@ from kvservice.core.batches import (
     pending_mask,
     pin,
     prefix_length,
+    slots_at,
 )
 from kvservice.core.books import Books, Ended, Tenant
 from kvservice.core.errors import LimitReachedError
@@ -62,6 +63,14 @@ class LeaseDesk:
         spaces = books.opened(session, event.spaces)
         books.keys_count(event.keys)
         tenant = books.tenant(session.tenant)
+        if len(spaces) == 1:
+            # The usual case needs one look at the directory, not two.
+            located = tenant.directory.find(event.keys, spaces[0].id)
+            prefix = prefix_length(located.found)
+            if not prefix:
+                return None
+            batch = slots_at(books, tenant, spaces[0], located, prefix)
+            return self._record(session, batch, prefix, books.ttl_ns(event.ttl_ns), now)
         prefix = prefix_length(committed_mask(tenant, spaces, event.keys))
         if not prefix:
             return None
@@ -130,11 +139,6 @@ class LeaseDesk:
         now: int,
     ) -> LeaseAnswer:
         books = self._books
-        if len(session.leases) >= books.limits.max_leases:
-            raise LimitReachedError(
-                f"the session holds {len(session.leases)} leases, which is the limit: release some",
-                retry_after_ms=RETRY_AFTER_MS,
-            )
         batch = committed_slots(books, tenant, spaces, keys)
         return self._record(session, batch, len(keys) // KEY_BYTES, books.ttl_ns(ttl_ns), now)
 
@@ -142,6 +146,11 @@ class LeaseDesk:
         self, session: Session, batch: SlotBatch, keys_count: int, ttl_ns: int, now: int
     ) -> LeaseAnswer:
         books = self._books
+        if len(session.leases) >= books.limits.max_leases:
+            raise LimitReachedError(
+                f"the session holds {len(session.leases)} leases, which is the limit: release some",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
         for group in batch.groups:
             group.pool.policy.touched(group.indexes)
         pin(batch)

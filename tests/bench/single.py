@@ -84,10 +84,7 @@ def _single_gets(
         namespace.get(stored.keys[block], places[place])
 
     def get_by_lane(block: int, place: int) -> None:
-        lease = namespace.acquire(stored.keys[block])
-        assert lease is not None
-        namespace.read(lease, places[place])
-        connected.release([lease])
+        namespace.get_leased(stored.keys[block], places[place])
 
     def copy_and_echo(block: int, place: int) -> None:
         copy(block, place)

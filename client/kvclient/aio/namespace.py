@@ -233,6 +233,23 @@ class Namespace:
         if memory is not None and directory is not None:
             batch = LocalBatch(packed, opening.space_ids, buffers)
             return await self._mover.get_local(memory, directory, batch)
+        return await self._get_leased(packed, buffers)
+
+    async def get_leased(self, keys: Keys, into: Blocks) -> GetResult:
+        """Read the contiguous prefix of some keys under a lease, wherever the daemon is.
+
+        `get` does this by itself where there is no directory. Called by name, it asks
+        the daemon for each read, which then knows of it at once and keeps the blocks
+        for as long as the copy takes.
+
+        into, errors: as for `get`; keys behind the first miss are MISS, there or not.
+        """
+        packed = packed_keys(keys)
+        buffers = BlockBuffers.of(into, self.block_bytes)
+        buffers.check(self.block_bytes, keys_count=len(packed) // KEY_BYTES, is_target=True)
+        return await self._get_leased(packed, buffers)
+
+    async def _get_leased(self, packed: bytes, buffers: BlockBuffers) -> GetResult:
         lease = await self.acquire(packed)
         if lease is None:
             return outcomes.of_prefix(len(packed) // KEY_BYTES, 0, 0)
