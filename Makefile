@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 VLLM_STAMP := .venv-vllm/.stamp
 PROTOS := $(wildcard protos/kv/v1/*.proto)
-TESTS := $(wildcard tests/unit tests/contract tests/property tests/simulation tests/integration tests/plugins)
+TESTS := $(wildcard tests/unit tests/contract tests/property tests/simulation tests/compat tests/integration tests/plugins)
 CHECKS := check-lint check-types check-imports check-generated check-tidy check-deploy
 
 .DEFAULT_GOAL := help

@@ -107,6 +107,11 @@ class KvState:
         self.books.effects.clear()
         return Handled(answer, effects)
 
+    def tenant_of_session(self, token: bytes) -> str | None:
+        """Return the tenant of a living session; None if there is no such session."""
+        session = self.books.sessions.get(token)
+        return None if session is None else session.tenant
+
     def next_deadline_ns(self) -> int | None:
         """When something may be due next; None if nothing is."""
         return self.books.deadlines[0][0] if self.books.deadlines else None

@@ -23,7 +23,7 @@ from kvservice.core.limits import Limits
 from kvservice.core.state import KvState
 from kvservice.daemon.config import Settings, read_server_key
 from kvservice.engine.arena import Arena
-from kvservice.engine.clock import StallAwareClock
+from kvservice.engine.clock import LONGEST_GAP_NS, StallAwareClock
 from kvservice.engine.coordinator import ArenaAuthority, Coordinator
 from kvservice.engine.reaper import Reaper
 from kvservice.service.credentials import Credentials
@@ -91,7 +91,8 @@ class Daemon:
             operations=native,
             server_key=read_server_key(settings.security),
         )
-        clock = StallAwareClock(time.monotonic_ns)
+        longest_gap_ns = min(LONGEST_GAP_NS, (limits.default_ttl_ns - limits.renew_interval_ns) // 2)
+        clock = StallAwareClock(time.monotonic_ns, longest_gap_ns=longest_gap_ns)
         coordinator = Coordinator(state, arena=arena, clock=clock)
         self._coordinator = coordinator
         tcp_address = self._start_tcp(ArenaAuthority(coordinator, arena))
@@ -119,7 +120,7 @@ class Daemon:
         grpc_address = await self._start_grpc()
         if settings.arena.touch_ahead:
             arena.start_touching_ahead()
-        self._supervise(Reaper(coordinator).run(), "reaper")
+        self._supervise(Reaper(coordinator, longest_sleep_s=longest_gap_ns / 1.5e9).run(), "reaper")
         return Endpoints(settings.server.socket_path, grpc_address, tcp_address)
 
     async def stop(self) -> None:
@@ -186,7 +187,12 @@ class Daemon:
             self.broken.set()
 
         coordinator.on_revoke = on_loop(revoke)
-        coordinator.on_session_end = on_loop(lane.session_ended)
+
+        def session_ended(token: bytes) -> None:
+            lane.session_ended(token)
+            grpc_server.session_ended(token)
+
+        coordinator.on_session_end = on_loop(session_ended)
         coordinator.on_news = on_loop(feed.wake)
         coordinator.on_broken = on_loop(broken)
 

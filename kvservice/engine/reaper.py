@@ -17,16 +17,16 @@ SHORTEST_SLEEP_S = 0.005
 class Reaper:
     """Ticks the state at its next deadline, and once a second at least."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, *, longest_sleep_s: float = LONGEST_SLEEP_S) -> None:
         self._coordinator = coordinator
+        self._longest_sleep_s = longest_sleep_s
 
     async def run(self) -> None:
         """Tick until cancelled."""
         while True:
             self._coordinator.submit(Tick())
-            await asyncio.sleep(
-                self._coordinator.look(lambda state, now: _pause(state.next_deadline_ns(), now))
-            )
+            pause_s = self._coordinator.look(lambda state, now: _pause(state.next_deadline_ns(), now))
+            await asyncio.sleep(min(pause_s, self._longest_sleep_s))
 
 
 def _pause(deadline_ns: int | None, now_ns: int) -> float:

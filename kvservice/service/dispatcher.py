@@ -21,7 +21,7 @@ from kvproto.kv.v1 import (
     tier_service_pb2,
 )
 from kvservice.core import events
-from kvservice.core.errors import MalformedError, UnknownMethodError
+from kvservice.core.errors import MalformedError, SessionUnknownError, UnknownMethodError
 from kvservice.core.limits import Limits
 from kvservice.engine.coordinator import Coordinator
 from kvservice.ports.methods import Method
@@ -94,6 +94,12 @@ class Dispatcher:
             ) from error
         packed: bytes = operation.run(request, caller).SerializeToString()
         return packed
+
+    def check_session(self, caller: Caller) -> None:
+        """Raise SessionUnknownError unless the caller's session lives and is of the caller's tenant."""
+        tenant = self._coordinator.look(lambda state, _: state.tenant_of_session(caller.token))
+        if tenant != caller.tenant:
+            raise SessionUnknownError("session_token names no living session of this tenant; attach again")
 
     def beat(
         self, request: session_service_pb2.HeartbeatRequest, caller: Caller

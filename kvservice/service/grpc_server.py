@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvproto.kv.v1 import event_service_pb2, session_service_pb2
 from kvservice.core.errors import KvError, SessionUnknownError
+from kvservice.ports.methods import Method
 from kvservice.service.credentials import Credentials
 from kvservice.service.dispatcher import Caller, Dispatcher, Operation
 from kvservice.service.event_feed import EventFeed
@@ -44,7 +46,7 @@ class GrpcServer:
         self._dispatcher = dispatcher
         self._credentials = credentials
         self._feed = feed
-        self._streams: dict[bytes, asyncio.Queue[Message]] = {}
+        self._streams: dict[bytes, asyncio.Queue[Message | None]] = {}
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
             options=[
@@ -61,10 +63,11 @@ class GrpcServer:
         Raises:
             OSError: the address cannot be had.
         """
+        _check_free(address)
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
-            raise OSError(f"cannot listen at {address}: {error}") from error
+            raise OSError(f"{address}: {error}") from error
         await self._server.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         return int(port)
@@ -85,13 +88,20 @@ class GrpcServer:
         if queue is not None:
             _offer(queue, session_service_pb2.StreamResponse(revoked_ids=[capability_id]))
 
+    def session_ended(self, token: bytes) -> None:
+        """End the stream of a session that is no more."""
+        queue = self._streams.get(token)
+        if queue is None:
+            return
+        if queue.full():
+            queue.get_nowait()
+        queue.put_nowait(None)
+
     def _add_handlers(self) -> None:
         services: dict[str, dict[str, Any]] = {}
-        for operation in self._dispatcher.operations.values():
-            handler = grpc.unary_unary_rpc_method_handler(
-                self._unary(operation),
-                request_deserializer=operation.request_type.FromString,
-                response_serializer=_serialize,
+        for method, operation in self._dispatcher.operations.items():
+            handler: Any = grpc.unary_unary_rpc_method_handler(
+                self._unary(method, operation),
             )
             services.setdefault(operation.service, {})[operation.rpc] = handler
         services["SessionService"]["Stream"] = grpc.stream_stream_rpc_method_handler(
@@ -124,10 +134,11 @@ class GrpcServer:
         tenant = self._credentials.tenant_of_token(token)
         return Caller(tenant, bytes(metadata.get(SESSION_METADATA, b"")), is_local=False)
 
-    def _unary(self, operation: Operation) -> Callable[[Any, Any], Awaitable[Message]]:
-        async def handle(request: Message, context: Any) -> Message:
+    def _unary(self, method: Method, operation: Operation) -> Callable[[Any, Any], Awaitable[bytes]]:
+        # Bytes in and out: a message that gRPC itself fails to parse would end without a reason.
+        async def handle(request: bytes, context: Any) -> bytes:
             try:
-                return operation.run(request, self._caller(context))
+                return self._dispatcher.call_packed(method, request, self._caller(context))
             except KvError as error:
                 await _fail(context, error)
                 raise
@@ -141,28 +152,37 @@ class GrpcServer:
     async def _stream(self, requests: AsyncIterator[Any], context: Any) -> None:
         try:
             caller = self._caller(context)
-            if not caller.token:
-                raise SessionUnknownError("no session in the metadata; call Attach first")
+            self._dispatcher.check_session(caller)
         except KvError as error:
             await _fail(context, error)
             return
-        queue: asyncio.Queue[Message] = asyncio.Queue(STREAM_QUEUE_LIMIT)
+        queue: asyncio.Queue[Message | None] = asyncio.Queue(STREAM_QUEUE_LIMIT)
         self._streams[caller.token] = queue
         sender = asyncio.create_task(_send_from(queue, context))
+        reader = asyncio.create_task(self._take_beats(requests, caller, queue))
         try:
-            async for request in requests:
-                beat = self._dispatcher.beat(request.heartbeat, caller)
-                await queue.put(session_service_pb2.StreamResponse(heartbeat=beat))
+            # The sender ends only when the session does.
+            await asyncio.wait((reader, sender), return_when=asyncio.FIRST_COMPLETED)
+            for ended in (reader, sender):
+                if ended.done():
+                    ended.result()
         except KvError as error:
             await _fail(context, error)
         finally:
             sender.cancel()
+            reader.cancel()
             if self._streams.get(caller.token) is queue:
                 del self._streams[caller.token]
+
+    async def _take_beats(self, requests: AsyncIterator[Any], caller: Caller, queue: Any) -> None:
+        async for request in requests:
+            beat = self._dispatcher.beat(request.heartbeat, caller)
+            await queue.put(session_service_pb2.StreamResponse(heartbeat=beat))
 
     async def _watch(self, request: Any, context: Any) -> AsyncIterator[Message]:
         try:
             caller = self._caller(context)
+            self._dispatcher.check_session(caller)
             async for response in self._feed.follow(caller.tenant, request):
                 yield response
         except KvError as error:
@@ -174,14 +194,29 @@ def _serialize(message: Message) -> bytes:
     return packed
 
 
-def _offer(queue: asyncio.Queue[Message], notice: Message) -> None:
+def _offer(queue: asyncio.Queue[Message | None], notice: Message) -> None:
     if not queue.full():
         queue.put_nowait(notice)
 
 
-async def _send_from(queue: asyncio.Queue[Message], context: Any) -> None:
-    while True:
-        await context.write(await queue.get())
+async def _send_from(queue: asyncio.Queue[Message | None], context: Any) -> None:
+    while (message := await queue.get()) is not None:
+        await context.write(message)
+    raise SessionUnknownError("the session has ended; attach again")
+
+
+def _check_free(address: str) -> None:
+    """Raise OSError where an address is in use: gRPC would say so on stderr in words of its own."""
+    host, _, port = address.rpartition(":")
+    for family, kind, protocol, _, place in socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    ):
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(place)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, address) from error
 
 
 async def _fail(context: Any, error: KvError) -> None:

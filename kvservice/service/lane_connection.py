@@ -47,7 +47,7 @@ MAX_UNSENT_BYTES = 64 << 20
 MAX_MAPPED_PER_CALL = 64
 """Two descriptors each, within the 253 that one message may carry."""
 
-_NEEDS_NO_SESSION = frozenset({Method.ATTACH, Method.LIST_TIERS, Method.GET_CAPABILITIES})
+_NEEDS_NO_SESSION = frozenset({Method.ATTACH, Method.DETACH, Method.LIST_TIERS, Method.GET_CAPABILITIES})
 
 
 class LaneConnection:

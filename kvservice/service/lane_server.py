@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
+import stat
 from pathlib import Path
 
 from kvproto.kv.v1 import session_service_pb2
@@ -72,9 +74,10 @@ class LaneServer:
             listener.bind(path)
             os.chmod(path, SOCKET_MODE)  # noqa: PTH101 - the listener's own path
             listener.listen(BACKLOG_COUNT)
-        except OSError:
+        except OSError as error:
             listener.close()
-            raise
+            # Named, since the line that the operator reads is all there is.
+            raise OSError(error.errno, error.strerror, path) from error
         self._listener, self._path = listener, path
         self._loop.add_reader(listener.fileno(), self._accept)
 
@@ -162,7 +165,14 @@ class LaneServer:
 
 
 def _remove_dead_socket(path: str) -> None:
-    """Remove a socket file that a daemon left behind when it was killed."""
+    """Remove a socket file that a daemon left behind when it was killed.
+
+    Raises FileExistsError for anything else: a connect to a plain file is refused just
+    like one to a dead socket, and a mistyped path must not cost anybody a file.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise FileExistsError(errno.EEXIST, "is there and is no socket: name another path", path)
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         probe.connect(path)

@@ -66,6 +66,8 @@ class Mover:
 
         buffers: the blocks of all keys of the reservation's request.
         """
+        if not reservation.reservation_id:
+            return np.empty(0, np.uint32)  # Every key was there: there is nothing to write.
         plane = self._plane_of(reservation)
         parts_count = len(self.block_bytes)
         if len(reservation.granted) < len(reservation.outcomes):

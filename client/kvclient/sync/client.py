@@ -111,6 +111,8 @@ class KvClient:
             ReservationExpiredError, ReservationAbortedError: nothing was committed.
             StaleIncarnationError: the daemon that granted it is gone.
         """
+        if not reservation.reservation_id:
+            return 0  # Every key was there before.
         self._check_life(reservation)
         request = lifecycle_service_pb2.CommitRequest(
             reservation_id=reservation.reservation_id, checksums=checksums.tobytes()
@@ -121,6 +123,8 @@ class KvClient:
 
     def abort(self, reservation: Reservation) -> ItemOutcome:
         """Give a reservation up; nobody of the engine may write under it any more. Idempotent."""
+        if not reservation.reservation_id:
+            return ItemOutcome.DONE  # Nothing was granted, so there is nothing to give up.
         self._check_life(reservation)
         self._session.holdings.discard(reservation.reservation_id)
         request = lifecycle_service_pb2.AbortRequest(reservation_id=reservation.reservation_id)

@@ -127,7 +127,8 @@ class SessionServiceServicer(object):
         """The same, as one long stream per client process; the server also speaks
         unasked when it revokes something.
 
-        Errors: those of Heartbeat; ABORTED when the session ends.
+        Errors: those of Heartbeat; UNAUTHENTICATED SESSION_UNKNOWN also when the
+        session ends while the stream is open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
