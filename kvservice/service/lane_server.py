@@ -97,7 +97,8 @@ class LaneServer:
     def announce_drain(self) -> None:
         """Tell every session that the daemon is about to stop."""
         notice = session_service_pb2.StreamResponse(draining=True).SerializeToString()
-        for connection in self._by_token.values():
+        # A copy: a connection that turns out to be gone removes itself.
+        for connection in list(self._by_token.values()):
             connection.push(encode(FrameKind.STREAM, Method.STREAM, 0, 0, notice))
 
     def revoke(self, token: bytes, capability_id: int) -> None:
