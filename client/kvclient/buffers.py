@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient.memory_address import Located, locate_one
+from kvservice import native
 from kvservice.core.errors import BatchSizeError, BlockSizeError, InvalidFieldError
 from kvservice.core.slots import I64, U32, U64
 from kvservice.ports.transport import Pieces
@@ -77,6 +78,10 @@ class BlockBuffers:
         """
         if isinstance(blocks, BlockBuffers):
             return blocks
+        if type(blocks) is np.ndarray and len(block_bytes) == 1:
+            found = cls._of_array(blocks, block_bytes[0])
+            if found is not None:
+                return found
         if not isinstance(blocks, list | tuple):
             return cls.contiguous(blocks, block_bytes)
         if not blocks:
@@ -86,6 +91,29 @@ class BlockBuffers:
         located = Located()
         located.add(blocks, "blocks")
         return cls._one_piece_each(located)
+
+    @classmethod
+    def _of_array(cls, array: npt.NDArray[Any], block_bytes: int) -> BlockBuffers | None:
+        """Cut one array into blocks of one size; None where `contiguous` has to say what is wrong.
+
+        The usual form of a call, so it takes the shortest way.
+        """
+        try:
+            address, size_bytes = native.buffer_address(array, False)
+        except BufferError:
+            return None
+        count, rest = divmod(size_bytes, block_bytes)
+        if rest or not count:
+            return None
+        addresses = np.arange(address, address + size_bytes, block_bytes, dtype=np.uint64)
+        lengths = _uniform(count, block_bytes)
+        return cls(
+            Pieces(addresses, lengths),
+            lengths,
+            array,
+            is_writable=array.flags.writeable,
+            uniform_bytes=block_bytes,
+        )
 
     @classmethod
     def contiguous(cls, buffer: Blocks, block_bytes: Sequence[int]) -> BlockBuffers:

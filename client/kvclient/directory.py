@@ -22,9 +22,9 @@ from kvservice.transports.shm import SegmentMap
 _STATE_OFFSET_BYTES = 24
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DirectoryRead:
-    """What a read did.
+    """What a read did. Not frozen, since that would double the cost of making one.
 
     outcomes: (keys,) uint8 of ReadOutcome, the worst of each key's parts.
     hits_count: keys of which every part is in place.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from kvclient.results import GetResult
@@ -37,10 +39,16 @@ def granted(reserved: U8) -> I64:
 
 
 def all_hit(keys_count: int, bytes_moved: int) -> GetResult:
-    """Return the result of a read of which every key is in place."""
-    became = np.empty(keys_count, np.uint8)
-    became.fill(_HIT)
-    return GetResult(became, keys_count, bytes_moved)
+    """Return the result of a read of which every key is in place; its outcomes are read-only."""
+    return GetResult(_hits(keys_count), keys_count, bytes_moved)
+
+
+@functools.lru_cache(maxsize=64)
+def _hits(keys_count: int) -> U8:
+    """(keys,) uint8, all HIT; shared, so read-only."""
+    became = np.full(keys_count, _HIT, np.uint8)
+    became.flags.writeable = False
+    return became
 
 
 def of_prefix(keys_count: int, hits_count: int, bytes_moved: int) -> GetResult:

@@ -42,6 +42,10 @@ def pause(seconds: float) -> None:
     time.sleep(seconds)
 
 
+DIRECT_COPY_LIMIT_BYTES = 1 << 62
+"""Copies up to this size run where they are asked for: here, all of them."""
+
+
 def run_copy(copy: Callable[[], Result], size_bytes: int) -> Result:  # noqa: ARG001 - as in aio
     """Run a copy here and now: the caller has said that it may block."""
     return copy()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvclient import outcomes
-from kvclient._backends.sync import run_copy
+from kvclient._backends.sync import DIRECT_COPY_LIMIT_BYTES, run_copy
 from kvclient.sync.session import Session
 from kvclient.buffers import BlockBuffers
 from kvclient.directory import Directory, DirectoryRead
@@ -38,9 +38,12 @@ KEYS_NAMED_LIMIT = 8
 """Keys that an error spells out; the rest are counted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LocalBatch:
-    """What a local read is asked for: packed keys, their spaces, and memory for them, key-major."""
+    """What a local read is asked for: packed keys, their spaces, and memory for them, key-major.
+
+    Not frozen, since that would double the cost of making one, once for each read.
+    """
 
     keys: bytes
     spaces: tuple[int, ...]
@@ -216,8 +219,12 @@ class Mover:
         self, memory: LocalMemory, directory: Directory, batch: LocalBatch
     ) -> DirectoryRead:
         verify = self._session.settings.verify
-        copy = functools.partial(directory.read, batch.keys, batch.spaces, batch.into, verify=verify)
-        read = run_copy(copy, batch.into.size_bytes)
+        size_bytes = batch.into.size_bytes
+        if size_bytes <= DIRECT_COPY_LIMIT_BYTES:
+            read = directory.read(batch.keys, batch.spaces, batch.into, verify=verify)
+        else:
+            copy = functools.partial(directory.read, batch.keys, batch.spaces, batch.into, verify=verify)
+            read = run_copy(copy, size_bytes)
         for touched in read.touched:
             memory.touched(touched)
         return read
