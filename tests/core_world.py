@@ -229,11 +229,11 @@ class Client:
         """Give a reservation up."""
         return self.world.handle(events.Abort(self.token, reservation_id))
 
-    def lookup(self, spaces, numbers, *, ttl_s: float | None = None):
-        """Look keys up, with a lease if a life is given (0: the default)."""
+    def lookup(self, spaces, numbers, *, ttl_s: float | None = None, locate: bool = False):
+        """Look keys up, with a lease if a life is given (0: the default), or located without one."""
         packed = numbers if isinstance(numbers, bytes) else keys(numbers)
         ttl_ns = None if ttl_s is None else round(ttl_s * SECOND_NS)
-        return self.world.handle(events.Lookup(self.token, tuple(spaces), packed, ttl_ns))
+        return self.world.handle(events.Lookup(self.token, tuple(spaces), packed, ttl_ns, is_locating=locate))
 
     def outcomes(self, spaces, numbers) -> list[int]:
         """Look keys up and return their outcomes."""

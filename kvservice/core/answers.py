@@ -39,11 +39,15 @@ class LeaseAnswer:
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """outcomes: (keys,) uint8 of ItemOutcome: HIT, PENDING or MISS."""
+    """outcomes: (keys,) uint8 of ItemOutcome: HIT, PENDING or MISS.
+
+    slots: where the prefix is, if that was asked for; nothing holds them.
+    """
 
     outcomes: U8
     prefix_count: int
     lease: LeaseAnswer | None
+    slots: Slots | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,12 +77,14 @@ class Lookup(Event[LookupAnswer]):
     """Which keys are committed in all spaces; with `ttl_ns`, lease the prefix.
 
     ttl_ns: life of the lease; 0 asks for the default; None asks for no lease.
+    is_locating: also say where the prefix is, without a lease.
     """
 
     token: bytes
     spaces: tuple[int, ...]
     keys: bytes
     ttl_ns: int | None
+    is_locating: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,10 @@ from kvservice.core.batches import (
     prefix_length,
     slots_at,
 )
-from kvservice.core.books import Books, Ended, Tenant
+from kvservice.core.books import Books, Ended
 from kvservice.core.errors import LimitReachedError
 from kvservice.core.events import Acquire, Beat, Lookup, Release, Renew
 from kvservice.core.limits import RETRY_AFTER_MS
-from kvservice.core.namespace import Space
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.records import Lease, Session, SlotBatch
 from kvservice.core.row_table import KEY_BYTES
@@ -44,17 +43,28 @@ class LeaseDesk:
         spaces = books.opened(session, event.spaces)
         count = books.keys_count(event.keys)
         tenant = books.tenant(session.tenant)
-        committed = committed_mask(tenant, spaces, event.keys)
+        # One space is the usual case, and needs one look at the directory for all that is asked.
+        located = tenant.directory.find(event.keys, spaces[0].id)
+        committed = located.found
+        for space in spaces[1:]:
+            committed = committed & tenant.directory.find_mask(event.keys, space.id)
         outcomes = np.full(count, _MISS, dtype=np.uint8)
         if len(tenant.pending) and not committed.all():
             outcomes[pending_mask(tenant, spaces, event.keys)] = ItemOutcome.PENDING
         outcomes[committed] = _HIT
         prefix = prefix_length(committed)
-        lease = None
-        if event.ttl_ns is not None and prefix:
-            keys = event.keys[: prefix * KEY_BYTES]
-            lease = self._grant(session, tenant, spaces, keys, event.ttl_ns, now)
-        return LookupAnswer(outcomes, prefix, lease)
+        if not prefix or (event.ttl_ns is None and not event.is_locating):
+            return LookupAnswer(outcomes, prefix, None)
+        if len(spaces) == 1:
+            batch = slots_at(books, tenant, spaces[0], located, prefix)
+        else:
+            batch = committed_slots(books, tenant, spaces, event.keys[: prefix * KEY_BYTES])
+        if event.ttl_ns is not None:
+            lease = self._record(session, batch, prefix, books.ttl_ns(event.ttl_ns), now)
+            return LookupAnswer(outcomes, prefix, lease)
+        for group in batch.groups:
+            group.pool.policy.touched(group.indexes)
+        return LookupAnswer(outcomes, prefix, None, describe(batch, with_checksums=True))
 
     def acquire(self, event: Acquire, now: int) -> LeaseAnswer | None:
         """Lease the contiguous committed prefix; None if its first key is missing."""
@@ -74,8 +84,8 @@ class LeaseDesk:
         prefix = prefix_length(committed_mask(tenant, spaces, event.keys))
         if not prefix:
             return None
-        keys = event.keys[: prefix * KEY_BYTES]
-        return self._grant(session, tenant, spaces, keys, event.ttl_ns, now)
+        batch = committed_slots(books, tenant, spaces, event.keys[: prefix * KEY_BYTES])
+        return self._record(session, batch, prefix, books.ttl_ns(event.ttl_ns), now)
 
     def release(self, event: Release, now: int) -> U8:
         """End leases by the engine's word; idempotent."""
@@ -128,19 +138,6 @@ class LeaseDesk:
         """End a lease whose session has ended."""
         waiting = self._books.local_processes(lease.session.engine)
         self._end(lease, ItemOutcome.ALREADY_EXPIRED, waiting, now)
-
-    def _grant(
-        self,
-        session: Session,
-        tenant: Tenant,
-        spaces: list[Space],
-        keys: bytes,
-        ttl_ns: int,
-        now: int,
-    ) -> LeaseAnswer:
-        books = self._books
-        batch = committed_slots(books, tenant, spaces, keys)
-        return self._record(session, batch, len(keys) // KEY_BYTES, books.ttl_ns(ttl_ns), now)
 
     def _record(
         self, session: Session, batch: SlotBatch, keys_count: int, ttl_ns: int, now: int

@@ -74,7 +74,7 @@ def open_response(answer: OpenAnswer) -> session_service_pb2.OpenNamespaceRespon
 def lookup_event(token: bytes, request: lifecycle_service_pb2.LookupRequest) -> events.Lookup:
     """LookupRequest to event."""
     ttl = ttl_ns(request, "lease_ttl") if request.acquire else None
-    return events.Lookup(token, tuple(request.space_ids), request.keys, ttl)
+    return events.Lookup(token, tuple(request.space_ids), request.keys, ttl, is_locating=request.locate)
 
 
 def lookup_response(answer: LookupAnswer) -> lifecycle_service_pb2.LookupResponse:
@@ -83,6 +83,7 @@ def lookup_response(answer: LookupAnswer) -> lifecycle_service_pb2.LookupRespons
         outcomes=answer.outcomes.tobytes(),
         prefix_count=answer.prefix_count,
         lease=None if answer.lease is None else lease_message(answer.lease),
+        slots=None if answer.slots is None else slot_arrays(answer.slots),
     )
 
 

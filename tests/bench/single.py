@@ -84,7 +84,7 @@ def _single_gets(
         namespace.get(stored.keys[block], places[place])
 
     def get_by_lane(block: int, place: int) -> None:
-        namespace.get_leased(stored.keys[block], places[place])
+        namespace.get_located(stored.keys[block], places[place])
 
     def copy_and_echo(block: int, place: int) -> None:
         copy(block, place)

@@ -112,6 +112,17 @@ class Mover:
             holdings.end_copy(lease.lease_id)
         await self.check_deadline(lease)
 
+    async def read_located(self, plane: Plane, slots: Slots, buffers: BlockBuffers) -> None:
+        """Copy slots that nothing holds into `buffers`, on this host.
+
+        Raises:
+            StaleGenerationError: a slot had another owner; the memory holds garbage.
+        """
+        sums = np.zeros(buffers.blocks_count, np.uint32) if self._session.settings.verify else None
+        await self._map(plane, slots)
+        copy = functools.partial(plane.transport.read, self._transfer(0, slots, buffers, sums))
+        await run_copy(copy, buffers.size_bytes)
+
     async def views(self, lease: Lease) -> list[memoryview]:
         """Return a read-only view of each block of a lease, key-major.
 

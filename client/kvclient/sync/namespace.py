@@ -21,7 +21,7 @@ from kvclient.plane import Plane
 from kvclient.representation import Identity, Part
 from kvclient.results import GetResult, Lease, LookupResult, PutResult, Reservation
 from kvproto.kv.v1 import lifecycle_service_pb2, session_service_pb2
-from kvservice.core.errors import StaleIncarnationError
+from kvservice.core.errors import StaleGenerationError, StaleIncarnationError
 from kvservice.core.slots import U32
 from kvservice.ports.methods import Method
 
@@ -234,7 +234,7 @@ class Namespace:
         if memory is not None and directory is not None:
             batch = LocalBatch(packed, opening.space_ids, buffers)
             return self._mover.get_local(memory, directory, batch)
-        return self._get_leased(packed, buffers)
+        return self._get_located(packed, buffers)
 
     def get_leased(self, keys: Keys, into: Blocks) -> GetResult:
         """Read the contiguous prefix of some keys under a lease, wherever the daemon is.
@@ -249,6 +249,39 @@ class Namespace:
         buffers = BlockBuffers.of(into, self.block_bytes)
         buffers.check(self.block_bytes, keys_count=len(packed) // KEY_BYTES, is_target=True)
         return self._get_leased(packed, buffers)
+
+    def get_located(self, keys: Keys, into: Blocks) -> GetResult:
+        """Read the contiguous prefix of some keys with one call and no lease, on this host.
+
+        The daemon says where the blocks are; their generations are looked at before
+        and after the copy, and what has moved is read again under a lease. Where the
+        memory of the daemon is not mapped it is a `get_leased`.
+
+        into, errors: as for `get`; keys behind the first miss are MISS, there or not.
+        """
+        packed = packed_keys(keys)
+        buffers = BlockBuffers.of(into, self.block_bytes)
+        buffers.check(self.block_bytes, keys_count=len(packed) // KEY_BYTES, is_target=True)
+        return self._get_located(packed, buffers)
+
+    def _get_located(self, packed: bytes, buffers: BlockBuffers) -> GetResult:
+        _, plane = self._opened_plane()
+        if plane.memory is None:
+            return self._get_leased(packed, buffers)
+
+        def request(opening: Opening) -> Message:
+            return lifecycle_service_pb2.LookupRequest(space_ids=opening.space_ids, keys=packed, locate=True)
+
+        answer = self._call(Method.LOOKUP, request, lifecycle_service_pb2.LookupResponse)
+        hits_count = answer.prefix_count
+        prefix = buffers.first(hits_count * len(self.parts))
+        if hits_count:
+            try:
+                self._mover.read_located(plane, messages.slots(answer.slots), prefix)
+            except StaleGenerationError:
+                return self._get_leased(packed, buffers)
+        bytes_moved = prefix.size_bytes if hits_count else 0
+        return outcomes.of_prefix(len(packed) // KEY_BYTES, hits_count, bytes_moved)
 
     def _get_leased(self, packed: bytes, buffers: BlockBuffers) -> GetResult:
         lease = self.acquire(packed)

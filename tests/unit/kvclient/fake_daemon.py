@@ -101,6 +101,8 @@ class FakeDaemon:
         self.calls: list[tuple[Method, Any]] = []
         self.connections: list[socket.socket] = []
         self.is_directory_offered = True
+        # Located slots are given with generations that have moved already.
+        self.moves_located_slots = False
         self.tcp_address = ""
         self.version = "fake"
         self.garbage: set[Method] = set()
@@ -320,11 +322,24 @@ class FakeDaemon:
         )
 
     def _lookup(self, request: Any) -> Any:
-        found = [self._has(key, request.space_ids) for key in _keys(request.keys)]
-        return lifecycle_service_pb2.LookupResponse(
+        keys = _keys(request.keys)
+        found = [self._has(key, request.space_ids) for key in keys]
+        prefix_count = [*found, False].index(False)
+        answer = lifecycle_service_pb2.LookupResponse(
             outcomes=bytes(ItemOutcome.HIT if hit else ItemOutcome.MISS for hit in found),
-            prefix_count=[*found, False].index(False),
+            prefix_count=prefix_count,
         )
+        if request.locate and prefix_count:
+            answer.slots.CopyFrom(self._committed_slots(keys[:prefix_count], request.space_ids))
+            if self.moves_located_slots:
+                answer.slots.generations = bytes(len(answer.slots.generations))
+        return answer
+
+    def _committed_slots(self, keys: list[bytes], spaces: Any) -> block_pb2.SlotArrays:
+        places = [self.life.committed[key, space] for key in keys for space in spaces]
+        slots = self._slots([granule for granule, _, _ in places])
+        slots.checksums = np.array([checksum for _, _, checksum in places], np.uint32).tobytes()
+        return slots
 
     def _reserve(self, request: Any) -> Any:
         self._check_open(request.space_ids)
@@ -397,8 +412,7 @@ class FakeDaemon:
             return lifecycle_service_pb2.AcquireResponse()
         self.life.next_id += 1
         places = [self.life.committed[key, space] for key in prefix for space in request.space_ids]
-        slots = self._slots([granule for granule, _, _ in places])
-        slots.checksums = np.array([checksum for _, _, checksum in places], np.uint32).tobytes()
+        slots = self._committed_slots(prefix, request.space_ids)
         self.life.leases[self.life.next_id] = places
         lease = lifecycle_service_pb2.Lease(
             lease_id=self.life.next_id,

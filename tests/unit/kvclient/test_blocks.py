@@ -175,9 +175,13 @@ def test_a_segment_is_mapped_when_a_row_points_into_it(daemon, namespace, flavou
     assert (into == blocks).all()
 
 
-def test_without_a_directory_the_prefix_is_leased(daemon, flavour, identity, part, rng):
-    """Where there is no directory a get is a lease, a copy and a release; keys behind a miss are misses."""
-    daemon.is_directory_offered = False
+@pytest.mark.parametrize("moves", [False, True])
+def test_without_a_directory_the_prefix_is_located(daemon, flavour, identity, part, rng, moves):
+    """Where there is no directory a get is a call and a copy; what moved meanwhile is read under a lease.
+
+    Keys behind a miss are misses.
+    """
+    daemon.is_directory_offered, daemon.moves_located_slots = False, moves
     client = flavour.connect(settings_of(daemon))
     namespace = flavour.run(client.open_namespace, identity, [part])
     keys, blocks = keys_of(rng, 3), blocks_of(rng, 3)
@@ -188,9 +192,21 @@ def test_without_a_directory_the_prefix_is_leased(daemon, flavour, identity, par
     assert (into[0] == blocks[0]).all()
     assert not into[1:].any()
     flavour.run(client.list_tiers)
-    assert daemon.count(Method.RELEASE) == 1
+    assert daemon.count(Method.RELEASE) == daemon.count(Method.ACQUIRE) == int(moves)
     assert flavour.run(namespace.get, keys[1:], into[1:]).prefix_count == 0
     assert flavour.run(namespace.lookup_local, keys).prefix_count == 1
+
+
+def test_a_leased_get_releases_its_lease(daemon, namespace, client, flavour, rng):
+    """By name it may be asked for although there is a directory."""
+    keys, blocks = keys_of(rng, 2), blocks_of(rng, 2)
+    flavour.run(namespace.put, keys[:1], blocks[:1])
+    into = np.zeros_like(blocks)
+    got = flavour.run(namespace.get_leased, keys, into)
+    assert (got.outcomes.tolist(), got.prefix_count) == ([HIT, MISS], 1)
+    assert (into[0] == blocks[0]).all()
+    flavour.run(client.list_tiers)
+    assert daemon.count(Method.RELEASE) == daemon.count(Method.ACQUIRE) == 1
 
 
 def test_a_lease_shows_blocks_in_place_until_it_ends(daemon, namespace, flavour, rng):

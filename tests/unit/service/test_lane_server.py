@@ -23,7 +23,8 @@ class GoneConnection:
 
 def test_a_client_that_has_hung_up_does_not_stop_the_drain():
     """Telling the sessions of the stop once failed when a connection was found gone in the middle of it,
-    and the daemon then ended without draining."""
+    and the daemon then ended without draining.
+    """
 
     async def drain():
         server = LaneServer(

@@ -12,26 +12,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LookupRequest(_message.Message):
-    __slots__ = ("space_ids", "keys", "acquire", "lease_ttl")
+    __slots__ = ("space_ids", "keys", "acquire", "lease_ttl", "locate")
     SPACE_IDS_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     ACQUIRE_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_FIELD_NUMBER: _ClassVar[int]
+    LOCATE_FIELD_NUMBER: _ClassVar[int]
     space_ids: _containers.RepeatedScalarFieldContainer[int]
     keys: bytes
     acquire: bool
     lease_ttl: _duration_pb2.Duration
-    def __init__(self, space_ids: _Optional[_Iterable[int]] = ..., keys: _Optional[bytes] = ..., acquire: bool = ..., lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    locate: bool
+    def __init__(self, space_ids: _Optional[_Iterable[int]] = ..., keys: _Optional[bytes] = ..., acquire: bool = ..., lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., locate: bool = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("outcomes", "prefix_count", "lease")
+    __slots__ = ("outcomes", "prefix_count", "lease", "slots")
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_COUNT_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     outcomes: bytes
     prefix_count: int
     lease: Lease
-    def __init__(self, outcomes: _Optional[bytes] = ..., prefix_count: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ...) -> None: ...
+    slots: _block_pb2.SlotArrays
+    def __init__(self, outcomes: _Optional[bytes] = ..., prefix_count: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., slots: _Optional[_Union[_block_pb2.SlotArrays, _Mapping]] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("lease_id", "keys_count", "slots", "remaining")
