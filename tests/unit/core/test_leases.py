@@ -273,13 +273,13 @@ def test_leases_held_are_those_granted_less_those_ended(world, client, spaces):
 
 def test_a_lookup_can_locate_without_a_lease(world, client, spaces):
     """A reader on the same host needs places and generations, and leaves nothing behind."""
-    client.put(spaces, [1, 2])
-    answer = client.lookup(spaces, [1, 2, 3], locate=True)
-    leased = client.acquire(spaces, [1, 2])
+    client.put(spaces, [101, 102])
+    answer = client.lookup(spaces, [101, 102, 103], locate=True)
+    leased = client.acquire(spaces, [101, 102])
     assert answer.lease is None
     for name in ("segments", "granules", "generations", "checksums"):
         assert getattr(answer.slots, name).tolist() == getattr(leased.slots, name).tolist()
     client.release(leased.lease_id)
     assert not world.books.leases
-    assert client.lookup(spaces, [3], locate=True).slots is None
-    assert client.lookup(spaces, [1]).slots is None
+    assert client.lookup(spaces, [103], locate=True).slots is None
+    assert client.lookup(spaces, [101]).slots is None

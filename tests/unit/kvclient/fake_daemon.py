@@ -332,7 +332,7 @@ class FakeDaemon:
         if request.locate and prefix_count:
             answer.slots.CopyFrom(self._committed_slots(keys[:prefix_count], request.space_ids))
             if self.moves_located_slots:
-                answer.slots.generations = bytes(len(answer.slots.generations))
+                answer.slots.generations = b"\xff" * len(answer.slots.generations)
         return answer
 
     def _committed_slots(self, keys: list[bytes], spaces: Any) -> block_pb2.SlotArrays:
