@@ -7,7 +7,13 @@ import hypothesis
 import pytest
 
 hypothesis.settings.register_profile(
-    "ci", deadline=None, derandomize=False, max_examples=100, print_blob=True
+    "ci",
+    deadline=None,
+    derandomize=False,
+    max_examples=100,
+    print_blob=True,
+    # How long an example takes says more about the machine's other work than about the test.
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("ci")
 

@@ -219,6 +219,18 @@ class Client:
         sums = np.array(checksums, dtype=np.uint32)
         return self.world.handle(events.Commit(self.token, reservation_id, sums))
 
+    def reserve_unnamed(self, spaces, count, *, request_id: bytes | None = None, keys: bytes = b""):
+        """Reserve slots for so many keys that the commit will name."""
+        request_id = request_id or self.world.fresh()
+        event = events.Reserve(self.token, request_id, tuple(spaces), keys, 0, unnamed_count=count)
+        return self.world.handle(event)
+
+    def commit_named(self, reservation, numbers, checksums=()):
+        """Commit a reservation of unnamed keys under these."""
+        sums = np.array(list(checksums), dtype=np.uint32)
+        event = events.Commit(self.token, reservation.reservation_id, sums, keys(numbers))
+        return self.world.handle(event)
+
     def put(self, spaces, numbers):
         """Reserve and commit; return the answer to the reserve."""
         reservation = self.reserve(spaces, numbers)

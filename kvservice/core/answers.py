@@ -66,10 +66,14 @@ class ReserveAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CommitAnswer:
-    """Outcome DONE, by this call or by an earlier one."""
+    """Outcome DONE, by this call or by an earlier one.
+
+    outcomes: one byte for each key that the commit named; empty where it named none.
+    """
 
     outcome: ItemOutcome
     keys_count: int
+    outcomes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,13 +89,17 @@ class Lookup(Event[LookupAnswer]):
 
 @dataclass(frozen=True, slots=True)
 class Reserve(Event[ReserveAnswer]):
-    """Ask for the right to write; `ttl_ns` 0 asks for the default."""
+    """Ask for the right to write; `ttl_ns` 0 asks for the default.
+
+    unnamed_count: instead of `keys`, so many keys that the commit will name.
+    """
 
     token: bytes
     request_id: bytes
     spaces: tuple[int, ...]
     keys: bytes
     ttl_ns: int
+    unnamed_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +107,13 @@ class Commit(Event[CommitAnswer]):
     """Make written blocks visible.
 
     checksums: (slots,) uint32, CRC32C of each; none at all stores them without.
+    keys: of a reservation whose keys were not named, in the order of its slots.
     """
 
     token: bytes
     reservation_id: int
     checksums: U32
+    keys: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

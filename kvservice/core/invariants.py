@@ -21,7 +21,7 @@ def check(state: KvState) -> None:
     for tenant in books.tenants.values():
         for pool in tenant.pools.values():
             _check_conservation(books, pool)
-        _check_visibility(tenant)
+        _check_visibility(books, tenant)
         _check_quota(tenant)
     _check_segments(books)
     _check_pins(books)
@@ -54,20 +54,28 @@ def _check_conservation(books: Books, pool: SlotPool) -> None:
     invariant(bool((pool.pins >= 0).all()), "a slot has fewer than no pins")
 
 
-def _check_visibility(tenant: Tenant) -> None:
-    """A key is visible exactly if its slot is committed; pending exactly if reserved."""
+def _check_visibility(books: Books, tenant: Tenant) -> None:
+    """A key is visible exactly if its slot is committed; pending exactly if reserved by name."""
+    unnamed: dict[SlotPool, list[int]] = {}
+    for reservation in books.reservations.values():
+        for group in reservation.batch.groups if reservation.unnamed_count else ():
+            unnamed.setdefault(group.pool, []).extend(group.indexes.tolist())
     for table, state in (
         (tenant.directory, SlotState.COMMITTED),
         (tenant.pending, SlotState.RESERVED),
     ):
-        slots = sum(int((pool.state == state).sum()) for pool in tenant.pools.values())
+        slots = 0
+        for pool in tenant.pools.values():
+            indexes = np.flatnonzero(pool.state == state)
+            if state is SlotState.RESERVED:
+                indexes = np.setdiff1d(indexes, np.array(unnamed.get(pool, ()), dtype=np.int64))
+            slots += len(indexes)
+            _check_rows(table, pool, indexes)
         invariant(
             len(table) == slots == _live_rows(table),
             f"tenant {tenant.name!r}: {_live_rows(table)} rows, {len(table)} counted, "
             f"for {slots} {state.name} slots",
         )
-        for pool in tenant.pools.values():
-            _check_rows(table, pool, np.flatnonzero(pool.state == state))
 
 
 def _check_rows(table: RowTable, pool: SlotPool, indexes: I64) -> None:

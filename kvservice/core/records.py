@@ -56,11 +56,13 @@ class Session:
 class Reservation:
     """The exclusive right to write some slots, until `deadline_ns`.
 
-    asked_keys: packed, of the request, to tell a retry from another request.
+    asked_keys: packed, of the request, to tell a retry from another request; empty where
+        the commit is to name them: nothing is pending then.
     keys: packed, of the granted keys.
     slots: where `batch` is, which does not change before the end.
     prefix: those of the request's keys that were there before, with their generations.
     writes_count: transfers that write to the slots now.
+    unnamed_count: keys that the commit will name; 0 where the reserve named them.
     arrived: slot index to the checksum of what came over a wire.
     """
 
@@ -77,6 +79,7 @@ class Reservation:
     prefix_generations: tuple[U64, ...]
     deadline_ns: int
     writes_count: int = 0
+    unnamed_count: int = 0
     arrived: dict[int, int] = field(default_factory=dict)
 
 

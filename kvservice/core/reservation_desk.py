@@ -42,6 +42,7 @@ from kvservice.core.removal import withdraw
 from kvservice.core.row_table import KEY_BYTES
 from kvservice.core.slot_pool import SlotState
 from kvservice.core.slots import U8, U32, Slots
+from kvservice.core.unnamed import name_keys
 
 REQUEST_ID_BYTES = 16
 
@@ -71,9 +72,8 @@ class ReservationDesk:
                 f"request_id has {len(event.request_id)} bytes; it takes {REQUEST_ID_BYTES} random ones"
             )
         spaces = books.opened(session, event.spaces)
-        count = books.keys_count(event.keys)
+        count = self._asked_count(event)
         ttl = books.ttl_ns(event.ttl_ns)
-        _check_unique(event.keys, count)
         known = books.requests.get((session.engine, event.request_id))
         if known is not None:
             return self._again(books.reservations[known], event, now)
@@ -86,12 +86,18 @@ class ReservationDesk:
                 retry_after_ms=RETRY_AFTER_MS,
             )
         tenant = books.tenant(session.tenant)
-        outcomes, granted, there = self._sort_out(tenant, spaces, event.keys, count)
-        if not granted.any():
-            return ReserveAnswer(0, outcomes, _NOTHING, 0)
-        keys = pick_keys(event.keys, granted)
-        batch = self._take_slots(tenant, spaces, keys, there)
-        slots = self._note_pending(tenant, spaces, keys, batch)
+        if event.unnamed_count:
+            keys, there = b"", _NO_SLOTS
+            outcomes = np.full(count, _GRANTED, dtype=np.uint8)
+            batch = self._take_slots(tenant, spaces, count, there)
+            slots = describe(batch, with_checksums=False)
+        else:
+            outcomes, granted, there = self._sort_out(tenant, spaces, event.keys, count)
+            if not granted.any():
+                return ReserveAnswer(0, outcomes, _NOTHING, 0)
+            keys = pick_keys(event.keys, granted)
+            batch = self._take_slots(tenant, spaces, len(keys) // KEY_BYTES, there)
+            slots = self._note_pending(tenant, spaces, keys, batch)
         reservation = Reservation(
             reservation_id=books.mint(),
             session=session,
@@ -105,6 +111,7 @@ class ReservationDesk:
             prefix=there,
             prefix_generations=tuple(group.pool.generations[group.indexes] for group in there.groups),
             deadline_ns=now + ttl,
+            unnamed_count=event.unnamed_count,
         )
         books.reservations[reservation.reservation_id] = reservation
         books.requests[(session.engine, event.request_id)] = reservation.reservation_id
@@ -125,7 +132,7 @@ class ReservationDesk:
                 f"reservation {event.reservation_id} belongs to another engine; "
                 "only processes of the engine that reserved may commit"
             )
-        if len(event.checksums) not in {0, reservation.batch.count}:
+        if not reservation.unnamed_count and len(event.checksums) not in {0, reservation.batch.count}:
             raise InvalidFieldError(
                 f"checksums has {len(event.checksums)} entries for {reservation.batch.count} "
                 "granted slots; give one CRC32C for each, or none at all"
@@ -135,15 +142,17 @@ class ReservationDesk:
                 f"{reservation.writes_count} writes of reservation {event.reservation_id} have not ended; "
                 "commit when they have, or abort"
             )
-        if len(event.checksums):
-            self._check_arrived(reservation, event.checksums)
-            checksums = as_stored(event.checksums)
+        outcomes, checksums = self._named(reservation, event, now)
+        if len(checksums):
+            self._check_arrived(reservation, checksums)
+            checksums = as_stored(checksums)
         else:
             checksums = np.full(reservation.batch.count, NO_CHECKSUM, dtype=np.uint32)
-        self._publish(reservation, checksums)
+        if reservation.keys:
+            self._publish(reservation, checksums)
         keys_count = len(reservation.keys) // KEY_BYTES
         self._forget(reservation, ItemOutcome.DONE, keys_count)
-        return CommitAnswer(ItemOutcome.DONE, keys_count)
+        return CommitAnswer(ItemOutcome.DONE, keys_count, outcomes)
 
     def abort(self, event: Abort, now: int) -> ItemOutcome:
         """Give a reservation up; idempotent."""
@@ -177,8 +186,36 @@ class ReservationDesk:
         waiting = self._books.local_processes(reservation.session.engine)
         self._end(reservation, ItemOutcome.ALREADY_ABORTED, waiting, now)
 
+    def _asked_count(self, event: Reserve) -> int:
+        """Return the number of keys that a reserve is for."""
+        if event.unnamed_count:
+            if event.keys:
+                raise InvalidFieldError(
+                    f"unnamed_count is {event.unnamed_count} and keys has {len(event.keys)} bytes; "
+                    "give one of them"
+                )
+            self._books.check_batch(event.unnamed_count, "unnamed_count", smallest=1)
+            return event.unnamed_count
+        count = self._books.keys_count(event.keys)
+        _check_unique(event.keys, count)
+        return count
+
+    def _named(self, reservation: Reservation, event: Commit, now: int) -> tuple[bytes, U32]:
+        """See that the keys of a reservation are known, and return their checksums."""
+        if not reservation.unnamed_count:
+            if event.keys:
+                raise InvalidFieldError(
+                    f"keys names {len(event.keys) // KEY_BYTES} keys, but those of reservation "
+                    f"{reservation.reservation_id} were named when it was made; leave it out"
+                )
+            return b"", event.checksums
+        count = self._books.keys_count(event.keys)
+        _check_unique(event.keys, count)
+        return name_keys(self._books, reservation, event.keys, event.checksums, now)
+
     def _again(self, reservation: Reservation, event: Reserve, now: int) -> ReserveAnswer:
-        if (reservation.spaces, reservation.asked_keys) != (event.spaces, event.keys):
+        asked = (reservation.spaces, reservation.asked_keys, len(reservation.outcomes))
+        if asked != (event.spaces, event.keys, self._asked_count(event)):
             raise RequestIdReusedError(
                 f"request_id {reservation.request_id.hex()} was used with other keys or spaces; "
                 "draw a fresh one for each request"
@@ -209,10 +246,9 @@ class ReservationDesk:
             taken |= pending
         return outcomes, ~taken, there
 
-    def _take_slots(self, tenant: Tenant, spaces: list[Space], keys: bytes, there: SlotBatch) -> SlotBatch:
-        """Find slots for the granted keys; `there` must not be given up for them."""
+    def _take_slots(self, tenant: Tenant, spaces: list[Space], count: int, there: SlotBatch) -> SlotBatch:
+        """Find slots for `count` keys; `there` must not be given up for them."""
         books = self._books
-        count = len(keys) // KEY_BYTES
         parts = len(spaces)
         pools = [books.pool(tenant, space.slot_bytes) for space in spaces]
         pin(there)
@@ -221,10 +257,8 @@ class ReservationDesk:
         finally:
             for group in there.groups:
                 group.pool.pins[group.indexes] -= 1
-        key_rows = np.frombuffer(keys, dtype=np.uint8).reshape(count, KEY_BYTES)
         groups: list[SlotGroup] = []
         for part, (space, pool, indexes) in enumerate(zip(spaces, pools, taken, strict=True)):
-            pool.keys[indexes] = key_rows
             pool.spaces[indexes] = space.id
             groups.append(SlotGroup(pool, indexes, np.arange(part, count * parts, parts)))
         return SlotBatch(tuple(groups), count * parts)
@@ -232,8 +266,10 @@ class ReservationDesk:
     def _note_pending(self, tenant: Tenant, spaces: list[Space], keys: bytes, batch: SlotBatch) -> Slots:
         """Let nobody else reserve the keys; return where their slots are."""
         slots = describe(batch, with_checksums=False)
+        key_rows = np.frombuffer(keys, dtype=np.uint8).reshape(-1, KEY_BYTES)
         unknown = np.zeros(len(keys) // KEY_BYTES, dtype=np.uint32)
         for space, group in zip(spaces, batch.groups, strict=True):
+            group.pool.keys[group.indexes] = key_rows
             own = slots if len(spaces) == 1 else slots.take(group.positions)
             tenant.pending.insert(
                 keys,
@@ -267,7 +303,8 @@ class ReservationDesk:
             sums = checksums if is_single else np.ascontiguousarray(checksums[group.positions])
             pool.checksums[indexes] = sums
             pool.state[indexes] = _COMMITTED
-            tenant.pending.remove_of(reservation.keys, space_id)
+            if reservation.asked_keys:
+                tenant.pending.remove_of(reservation.keys, space_id)
             slots = reservation.slots if is_single else reservation.slots.take(group.positions)
             tenant.directory.insert(
                 reservation.keys,

@@ -187,12 +187,16 @@ class Dispatcher:
     def _commit(self, request: lifecycle_service_pb2.CommitRequest, caller: Caller) -> Message:
         answer = self._submit(
             events.Commit(
-                caller.token, request.reservation_id, mapping.packed_u32(request.checksums, "checksums")
+                caller.token,
+                request.reservation_id,
+                mapping.packed_u32(request.checksums, "checksums"),
+                request.keys,
             )
         )
         return lifecycle_service_pb2.CommitResponse(
             outcome=int(answer.outcome),  # type: ignore[arg-type]
             keys_count=answer.keys_count,
+            outcomes=answer.outcomes,
         )
 
     def _abort(self, request: lifecycle_service_pb2.AbortRequest, caller: Caller) -> Message:

@@ -100,7 +100,12 @@ def lease_message(lease: LeaseAnswer) -> lifecycle_service_pb2.Lease:
 def reserve_event(token: bytes, request: lifecycle_service_pb2.ReserveRequest) -> events.Reserve:
     """ReserveRequest to event."""
     return events.Reserve(
-        token, request.request_id, tuple(request.space_ids), request.keys, ttl_ns(request, "ttl")
+        token,
+        request.request_id,
+        tuple(request.space_ids),
+        request.keys,
+        ttl_ns(request, "ttl"),
+        unnamed_count=request.unnamed_count,
     )
 
 

@@ -1,7 +1,7 @@
 """The state beside its model, driven by Hypothesis, which shrinks what it finds."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -149,5 +149,10 @@ def test_the_state_is_its_model(operations):
         pass
 
     Machine.operations = OPERATIONS[operations]
-    limits = settings(max_examples=EXAMPLES[operations], stateful_step_count=STEPS)
+    limits = settings(
+        max_examples=EXAMPLES[operations],
+        stateful_step_count=STEPS,
+        # A rule about a lease needs a lease: early steps find none and are passed over.
+        suppress_health_check=[HealthCheck.filter_too_much],
+    )
     run_state_machine_as_test(Machine, settings=limits)

@@ -84,6 +84,26 @@ class LaneStream(Generic[Answer]):
         self._connection.forget_stream(self._call_id)
 
 
+class BegunCall:
+    """A request that was sent and whose answer is still to be taken, once."""
+
+    def __init__(self, method: Method, future: asyncio.Future[Frame]) -> None:
+        self._method = method
+        self._future = future
+        # An answer that nobody comes for is no error of anybody's.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def finish(self, response_type: type[Answer], timeout_s: float) -> Answer:
+        """Return the answer; raises as `LaneConnection.call`."""
+        try:
+            frame = await asyncio.wait_for(self._future, timeout_s)
+        except TimeoutError:
+            raise DeadlineError(f"{self._method.name}: no answer in time") from None
+        if frame.kind == _ERROR:
+            raise decode_error(frame.body)
+        return parsed(response_type, frame.body)
+
+
 class LaneConnection:
     """One connected Unix socket, of the loop that made it.
 
@@ -168,6 +188,13 @@ class LaneConnection:
             await asyncio.sleep(0)
             self._posted_count = 0
         self._send(method, request.SerializeToString(), 0.0)
+
+    async def begin(self, method: Method, request: Message) -> BegunCall:
+        """Send a request whose answer is taken later. Raises PeerUnavailableError."""
+        call_id = self._send(method, request.SerializeToString(), 0.0)
+        future: asyncio.Future[Frame] = self._loop.create_future()
+        self._calls[call_id] = future
+        return BegunCall(method, future)
 
     def stream(self, method: Method, request: Message, response_type: type[Answer]) -> LaneStream[Answer]:
         """Open a call that is answered by many messages."""

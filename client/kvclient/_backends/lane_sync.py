@@ -95,6 +95,19 @@ class LaneStream(Generic[Answer]):
             os.close(self._arrived)
 
 
+class BegunCall:
+    """A request that was sent and whose answer is still to be taken, once."""
+
+    def __init__(self, connection: LaneConnection, method: Method, call_id: int) -> None:
+        self._connection = connection
+        self._method = method
+        self._call_id = call_id
+
+    def finish(self, response_type: type[Answer], timeout_s: float) -> Answer:
+        """Return the answer; raises as `LaneConnection.call`."""
+        return self._connection.finish(self._method, self._call_id, response_type, timeout_s)
+
+
 class LaneConnection:
     """One connected Unix socket. Thread-safe.
 
@@ -112,6 +125,7 @@ class LaneConnection:
         self._call_id = 0
         self._posted_count = 0
         self._streams: dict[int, LaneStream[Any]] = {}
+        self._begun: dict[int, Frame | None] = {}
         self._kernel_timeout_s = -1.0
         self._last_words: KvError | None = None
         self.is_open = True
@@ -153,6 +167,29 @@ class LaneConnection:
             self._posted_count += 1
             if self._posted_count >= POSTED_LIMIT:
                 self._read_available()
+
+    def begin(self, method: Method, request: Message) -> BegunCall:
+        """Send a request whose answer is taken later. Raises PeerUnavailableError."""
+        payload = request.SerializeToString()
+        with self._lock:
+            call_id = self._send(method, payload, 0.0)
+            self._begun[call_id] = None
+        return BegunCall(self, method, call_id)
+
+    def finish(self, method: Method, call_id: int, response_type: type[Answer], timeout_s: float) -> Answer:
+        """Return the answer of a call that was begun. Raises as `call`."""
+        end_s = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=timeout_s):
+            raise DeadlineError(f"{method.name}: another call held the connection for {timeout_s} s")
+        try:
+            frame = self._begun.pop(call_id, None)
+            if frame is None:
+                frame = self._await(call_id, method, end_s, None)
+        finally:
+            self._lock.release()
+        if frame.kind == FrameKind.ERROR:
+            raise decode_error(frame.body)
+        return parsed(response_type, frame.body)
 
     def stream(self, method: Method, request: Message, response_type: type[Answer]) -> LaneStream[Answer]:
         """Open a call that is answered by many messages."""
@@ -281,7 +318,9 @@ class LaneConnection:
 
     def _dispatch(self, frame: Frame) -> None:
         stream = self._streams.get(frame.call_id)
-        if stream is not None:
+        if frame.call_id in self._begun:
+            self._begun[frame.call_id] = frame
+        elif stream is not None:
             stream.arrived(frame)
         elif frame.method == _STREAM:
             self._on_unasked(frame.body)

@@ -15,11 +15,22 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from kvclient._backends.grpc_sync import GrpcConnection, GrpcStream
-from kvclient._backends.lane_sync import LaneConnection, LaneStream
+from kvclient._backends.lane_sync import BegunCall, LaneConnection, LaneStream
 from kvclient.config import ClientSettings
 from kvservice.core.errors import DeadlineError, KvError
 
-__all__ = ["Connection", "EventSource", "SingleFlight", "Ticker", "dial", "pause", "run_blocking", "run_copy"]
+__all__ = [
+    "BegunCall",
+    "Connection",
+    "EventSource",
+    "LaneConnection",
+    "SingleFlight",
+    "Ticker",
+    "dial",
+    "pause",
+    "run_blocking",
+    "run_copy",
+]
 
 Result = TypeVar("Result")
 Answer = TypeVar("Answer", bound=Message)

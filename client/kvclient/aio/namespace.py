@@ -11,6 +11,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from kvclient import messages, outcomes
+from kvclient.aio.ahead import SlotsAhead
 from kvclient.aio.lease_view import LeaseView
 from kvclient.aio.moves import LocalBatch, Mover
 from kvclient.aio.session import Session
@@ -20,8 +21,13 @@ from kvclient.plane import Plane
 from kvclient.representation import Identity, Part
 from kvclient.results import GetResult, Lease, LookupResult, PutResult, Reservation
 from kvproto.kv.v1 import lifecycle_service_pb2, session_service_pb2
-from kvservice.core.errors import StaleGenerationError, StaleIncarnationError
-from kvservice.core.slots import U32
+from kvservice.core.errors import (
+    ReservationAbortedError,
+    ReservationExpiredError,
+    StaleGenerationError,
+    StaleIncarnationError,
+)
+from kvservice.core.slots import U8, U32
 from kvservice.ports.methods import Method
 
 Answer = TypeVar("Answer", bound=Message)
@@ -52,6 +58,7 @@ class Namespace:
         self._session = session
         self._mover = Mover(session, tuple(part.block_bytes for part in parts))
         self._request = messages.open_request(identity, parts, salt)
+        self._ahead = SlotsAhead(session, sum(part.block_bytes for part in parts))
         self._opening: Opening | None = None
         self.identity = identity
         self.parts = parts
@@ -196,8 +203,19 @@ class Namespace:
             KvError: nothing of this call became visible.
         """
         packed = packed_keys(keys)
+        keys_count = len(packed) // KEY_BYTES
         buffers = BlockBuffers.of(blocks, self.block_bytes)
-        buffers.check(self.block_bytes, keys_count=len(packed) // KEY_BYTES, is_target=False)
+        buffers.check(self.block_bytes, keys_count=keys_count, is_target=False)
+        opening = await self._opened()
+        ahead = await self._ahead.take(keys_count, opening.epoch)
+        result = None if ahead is None else await self._put_ahead(ahead, packed, buffers)
+        if result is None:
+            result = await self._put_by_name(packed, buffers)
+        if result.stored_count == keys_count:
+            await self._ahead.ask(keys_count, opening.space_ids, opening.epoch)
+        return result
+
+    async def _put_by_name(self, packed: bytes, buffers: BlockBuffers) -> PutResult:
         reservation = await self.reserve(packed)
         stored_count = len(reservation.granted)
         if not stored_count:
@@ -210,6 +228,32 @@ class Namespace:
             raise
         bytes_moved = stored_count * sum(self.block_bytes)
         return PutResult(outcomes.stored(reservation.outcomes), stored_count, bytes_moved)
+
+    async def _put_ahead(self, ahead: Reservation, packed: bytes, buffers: BlockBuffers) -> PutResult | None:
+        """Store into slots that were reserved ahead; None where they are of no use."""
+        opening, plane = await self._opened_plane()
+        directory = await self._mover.directory(plane)
+        if directory is None or directory.find(packed, opening.space_ids).any():
+            # Some blocks are there already: by name they need no copy.
+            await self._ahead.give_back(ahead, opening.epoch)
+            return None
+        try:
+            checksums = await self._mover.write(ahead, buffers)
+            became = await self._commit(ahead, checksums, packed)
+        except (
+            ReservationExpiredError,
+            ReservationAbortedError,
+            StaleGenerationError,
+            StaleIncarnationError,
+        ):
+            await self._give_up(ahead)
+            return None  # They were taken back meanwhile; nothing of this became visible.
+        except BaseException:
+            await self._give_up(ahead)
+            raise
+        if not len(became):
+            became = outcomes.stored(ahead.outcomes)  # The answer to a repeated commit: all are there.
+        return PutResult(became, outcomes.done_count(became), buffers.size_bytes)
 
     async def get(self, keys: Keys, into: Blocks) -> GetResult:
         """Read blocks into memory of the caller's.
@@ -341,13 +385,17 @@ class Namespace:
         opening = await self._opened()
         return await self._session.call(method, request(opening), response_type, epoch=opening.epoch)
 
-    async def _commit(self, reservation: Reservation, checksums: U32) -> None:
+    async def _commit(self, reservation: Reservation, checksums: U32, keys: bytes = b"") -> U8:
+        """Commit; return the outcomes of `keys`, which a reservation by name has not."""
         request = lifecycle_service_pb2.CommitRequest(
-            reservation_id=reservation.reservation_id, checksums=checksums.tobytes()
+            reservation_id=reservation.reservation_id, checksums=checksums.tobytes(), keys=keys
         )
         epoch = self._session.epoch
-        await self._session.call(Method.COMMIT, request, lifecycle_service_pb2.CommitResponse, epoch=epoch)
+        answer = await self._session.call(
+            Method.COMMIT, request, lifecycle_service_pb2.CommitResponse, epoch=epoch
+        )
         self._session.holdings.discard(reservation.reservation_id)
+        return messages.outcomes(answer.outcomes)
 
     async def _give_up(self, reservation: Reservation) -> None:
         self._session.holdings.discard(reservation.reservation_id)

@@ -12,6 +12,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from kvclient import messages, outcomes
+from kvclient.sync.ahead import SlotsAhead
 from kvclient.sync.lease_view import LeaseView
 from kvclient.sync.moves import LocalBatch, Mover
 from kvclient.sync.session import Session
@@ -21,8 +22,13 @@ from kvclient.plane import Plane
 from kvclient.representation import Identity, Part
 from kvclient.results import GetResult, Lease, LookupResult, PutResult, Reservation
 from kvproto.kv.v1 import lifecycle_service_pb2, session_service_pb2
-from kvservice.core.errors import StaleGenerationError, StaleIncarnationError
-from kvservice.core.slots import U32
+from kvservice.core.errors import (
+    ReservationAbortedError,
+    ReservationExpiredError,
+    StaleGenerationError,
+    StaleIncarnationError,
+)
+from kvservice.core.slots import U8, U32
 from kvservice.ports.methods import Method
 
 Answer = TypeVar("Answer", bound=Message)
@@ -53,6 +59,7 @@ class Namespace:
         self._session = session
         self._mover = Mover(session, tuple(part.block_bytes for part in parts))
         self._request = messages.open_request(identity, parts, salt)
+        self._ahead = SlotsAhead(session, sum(part.block_bytes for part in parts))
         self._opening: Opening | None = None
         self.identity = identity
         self.parts = parts
@@ -197,8 +204,19 @@ class Namespace:
             KvError: nothing of this call became visible.
         """
         packed = packed_keys(keys)
+        keys_count = len(packed) // KEY_BYTES
         buffers = BlockBuffers.of(blocks, self.block_bytes)
-        buffers.check(self.block_bytes, keys_count=len(packed) // KEY_BYTES, is_target=False)
+        buffers.check(self.block_bytes, keys_count=keys_count, is_target=False)
+        opening = self._opened()
+        ahead = self._ahead.take(keys_count, opening.epoch)
+        result = None if ahead is None else self._put_ahead(ahead, packed, buffers)
+        if result is None:
+            result = self._put_by_name(packed, buffers)
+        if result.stored_count == keys_count:
+            self._ahead.ask(keys_count, opening.space_ids, opening.epoch)
+        return result
+
+    def _put_by_name(self, packed: bytes, buffers: BlockBuffers) -> PutResult:
         reservation = self.reserve(packed)
         stored_count = len(reservation.granted)
         if not stored_count:
@@ -211,6 +229,32 @@ class Namespace:
             raise
         bytes_moved = stored_count * sum(self.block_bytes)
         return PutResult(outcomes.stored(reservation.outcomes), stored_count, bytes_moved)
+
+    def _put_ahead(self, ahead: Reservation, packed: bytes, buffers: BlockBuffers) -> PutResult | None:
+        """Store into slots that were reserved ahead; None where they are of no use."""
+        opening, plane = self._opened_plane()
+        directory = self._mover.directory(plane)
+        if directory is None or directory.find(packed, opening.space_ids).any():
+            # Some blocks are there already: by name they need no copy.
+            self._ahead.give_back(ahead, opening.epoch)
+            return None
+        try:
+            checksums = self._mover.write(ahead, buffers)
+            became = self._commit(ahead, checksums, packed)
+        except (
+            ReservationExpiredError,
+            ReservationAbortedError,
+            StaleGenerationError,
+            StaleIncarnationError,
+        ):
+            self._give_up(ahead)
+            return None  # They were taken back meanwhile; nothing of this became visible.
+        except BaseException:
+            self._give_up(ahead)
+            raise
+        if not len(became):
+            became = outcomes.stored(ahead.outcomes)  # The answer to a repeated commit: all are there.
+        return PutResult(became, outcomes.done_count(became), buffers.size_bytes)
 
     def get(self, keys: Keys, into: Blocks) -> GetResult:
         """Read blocks into memory of the caller's.
@@ -342,13 +386,17 @@ class Namespace:
         opening = self._opened()
         return self._session.call(method, request(opening), response_type, epoch=opening.epoch)
 
-    def _commit(self, reservation: Reservation, checksums: U32) -> None:
+    def _commit(self, reservation: Reservation, checksums: U32, keys: bytes = b"") -> U8:
+        """Commit; return the outcomes of `keys`, which a reservation by name has not."""
         request = lifecycle_service_pb2.CommitRequest(
-            reservation_id=reservation.reservation_id, checksums=checksums.tobytes()
+            reservation_id=reservation.reservation_id, checksums=checksums.tobytes(), keys=keys
         )
         epoch = self._session.epoch
-        self._session.call(Method.COMMIT, request, lifecycle_service_pb2.CommitResponse, epoch=epoch)
+        answer = self._session.call(
+            Method.COMMIT, request, lifecycle_service_pb2.CommitResponse, epoch=epoch
+        )
         self._session.holdings.discard(reservation.reservation_id)
+        return messages.outcomes(answer.outcomes)
 
     def _give_up(self, reservation: Reservation) -> None:
         self._session.holdings.discard(reservation.reservation_id)

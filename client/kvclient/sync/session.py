@@ -18,7 +18,16 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from kvclient import messages
-from kvclient._backends.sync import Connection, EventSource, SingleFlight, Ticker, pause, run_blocking
+from kvclient._backends.sync import (
+    BegunCall,
+    Connection,
+    EventSource,
+    LaneConnection,
+    SingleFlight,
+    Ticker,
+    pause,
+    run_blocking,
+)
 from kvclient.config import ClientSettings
 from kvclient.holdings import Holdings
 from kvclient.local_memory import SEGMENTS_PER_CALL, LocalMemory
@@ -162,6 +171,16 @@ class Session:
             connection.post(method, request, response_type)
         except KvError:
             return
+
+    def begin(self, method: Method, request: Message, *, epoch: int) -> BegunCall | None:
+        """Send a request whose answer is taken later; None where that cannot be done. Never raises."""
+        connection = self._connection
+        if not isinstance(connection, LaneConnection) or not connection.is_open or epoch != self.epoch:
+            return None
+        try:
+            return connection.begin(method, request)
+        except KvError:
+            return None
 
     def stream(
         self, method: Method, request: Message, response_type: type[Answer]

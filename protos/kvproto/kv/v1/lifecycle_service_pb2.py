@@ -27,7 +27,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from kvproto.kv.v1 import block_pb2 as kv_dot_v1_dot_block__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkv/v1/lifecycle_service.proto\x12\x05kv.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x11kv/v1/block.proto\"\x7f\n\rLookupRequest\x12\x11\n\tspace_ids\x18\x01 \x03(\r\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x63quire\x18\x03 \x01(\x08\x12,\n\tlease_ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06locate\x18\x05 \x01(\x08\"w\n\x0eLookupResponse\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\x12\x14\n\x0cprefix_count\x18\x02 \x01(\r\x12\x1b\n\x05lease\x18\x03 \x01(\x0b\x32\x0c.kv.v1.Lease\x12 \n\x05slots\x18\x04 \x01(\x0b\x32\x11.kv.v1.SlotArrays\"}\n\x05Lease\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x12\n\nkeys_count\x18\x02 \x01(\r\x12 \n\x05slots\x18\x03 \x01(\x0b\x32\x11.kv.v1.SlotArrays\x12,\n\tremaining\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"m\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x11\n\tspace_ids\x18\x02 \x03(\r\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8b\x01\n\x0fReserveResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x10\n\x08outcomes\x18\x02 \x01(\x0c\x12 \n\x05slots\x18\x03 \x01(\x0b\x32\x11.kv.v1.SlotArrays\x12,\n\tremaining\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\"I\n\x0e\x43ommitResponse\x12#\n\x07outcome\x18\x01 \x01(\x0e\x32\x12.kv.v1.ItemOutcome\x12\x12\n\nkeys_count\x18\x02 \x01(\r\"&\n\x0c\x41\x62ortRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\"4\n\rAbortResponse\x12#\n\x07outcome\x18\x01 \x01(\x0e\x32\x12.kv.v1.ItemOutcome\"Y\n\x0e\x41\x63quireRequest\x12\x11\n\tspace_ids\x18\x01 \x03(\r\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\".\n\x0f\x41\x63quireResponse\x12\x1b\n\x05lease\x18\x01 \x01(\x0b\x32\x0c.kv.v1.Lease\"b\n\x0cRenewRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\x17\n\x0freservation_ids\x18\x02 \x03(\x04\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"s\n\rRenewResponse\x12\x16\n\x0elease_outcomes\x18\x01 \x01(\x0c\x12\x1c\n\x14reservation_outcomes\x18\x02 \x01(\x0c\x12,\n\tremaining\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\"#\n\x0fReleaseResponse\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\x32\x96\x03\n\x10LifecycleService\x12\x35\n\x06Lookup\x12\x14.kv.v1.LookupRequest\x1a\x15.kv.v1.LookupResponse\x12\x38\n\x07Reserve\x12\x15.kv.v1.ReserveRequest\x1a\x16.kv.v1.ReserveResponse\x12\x35\n\x06\x43ommit\x12\x14.kv.v1.CommitRequest\x1a\x15.kv.v1.CommitResponse\x12\x32\n\x05\x41\x62ort\x12\x13.kv.v1.AbortRequest\x1a\x14.kv.v1.AbortResponse\x12\x38\n\x07\x41\x63quire\x12\x15.kv.v1.AcquireRequest\x1a\x16.kv.v1.AcquireResponse\x12\x32\n\x05Renew\x12\x13.kv.v1.RenewRequest\x1a\x14.kv.v1.RenewResponse\x12\x38\n\x07Release\x12\x15.kv.v1.ReleaseRequest\x1a\x16.kv.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkv/v1/lifecycle_service.proto\x12\x05kv.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x11kv/v1/block.proto\"\x7f\n\rLookupRequest\x12\x11\n\tspace_ids\x18\x01 \x03(\r\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x63quire\x18\x03 \x01(\x08\x12,\n\tlease_ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06locate\x18\x05 \x01(\x08\"w\n\x0eLookupResponse\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\x12\x14\n\x0cprefix_count\x18\x02 \x01(\r\x12\x1b\n\x05lease\x18\x03 \x01(\x0b\x32\x0c.kv.v1.Lease\x12 \n\x05slots\x18\x04 \x01(\x0b\x32\x11.kv.v1.SlotArrays\"}\n\x05Lease\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x12\n\nkeys_count\x18\x02 \x01(\r\x12 \n\x05slots\x18\x03 \x01(\x0b\x32\x11.kv.v1.SlotArrays\x12,\n\tremaining\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x84\x01\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x11\n\tspace_ids\x18\x02 \x03(\r\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\runnamed_count\x18\x05 \x01(\r\"\x8b\x01\n\x0fReserveResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x10\n\x08outcomes\x18\x02 \x01(\x0c\x12 \n\x05slots\x18\x03 \x01(\x0b\x32\x11.kv.v1.SlotArrays\x12,\n\tremaining\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"H\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"[\n\x0e\x43ommitResponse\x12#\n\x07outcome\x18\x01 \x01(\x0e\x32\x12.kv.v1.ItemOutcome\x12\x12\n\nkeys_count\x18\x02 \x01(\r\x12\x10\n\x08outcomes\x18\x03 \x01(\x0c\"&\n\x0c\x41\x62ortRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\"4\n\rAbortResponse\x12#\n\x07outcome\x18\x01 \x01(\x0e\x32\x12.kv.v1.ItemOutcome\"Y\n\x0e\x41\x63quireRequest\x12\x11\n\tspace_ids\x18\x01 \x03(\r\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\".\n\x0f\x41\x63quireResponse\x12\x1b\n\x05lease\x18\x01 \x01(\x0b\x32\x0c.kv.v1.Lease\"b\n\x0cRenewRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\x17\n\x0freservation_ids\x18\x02 \x03(\x04\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"s\n\rRenewResponse\x12\x16\n\x0elease_outcomes\x18\x01 \x01(\x0c\x12\x1c\n\x14reservation_outcomes\x18\x02 \x01(\x0c\x12,\n\tremaining\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\"#\n\x0fReleaseResponse\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\x32\x96\x03\n\x10LifecycleService\x12\x35\n\x06Lookup\x12\x14.kv.v1.LookupRequest\x1a\x15.kv.v1.LookupResponse\x12\x38\n\x07Reserve\x12\x15.kv.v1.ReserveRequest\x1a\x16.kv.v1.ReserveResponse\x12\x35\n\x06\x43ommit\x12\x14.kv.v1.CommitRequest\x1a\x15.kv.v1.CommitResponse\x12\x32\n\x05\x41\x62ort\x12\x13.kv.v1.AbortRequest\x1a\x14.kv.v1.AbortResponse\x12\x38\n\x07\x41\x63quire\x12\x15.kv.v1.AcquireRequest\x1a\x16.kv.v1.AcquireResponse\x12\x32\n\x05Renew\x12\x13.kv.v1.RenewRequest\x1a\x14.kv.v1.RenewResponse\x12\x38\n\x07Release\x12\x15.kv.v1.ReleaseRequest\x1a\x16.kv.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,30 +40,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOOKUPRESPONSE']._serialized_end=339
   _globals['_LEASE']._serialized_start=341
   _globals['_LEASE']._serialized_end=466
-  _globals['_RESERVEREQUEST']._serialized_start=468
-  _globals['_RESERVEREQUEST']._serialized_end=577
-  _globals['_RESERVERESPONSE']._serialized_start=580
-  _globals['_RESERVERESPONSE']._serialized_end=719
-  _globals['_COMMITREQUEST']._serialized_start=721
-  _globals['_COMMITREQUEST']._serialized_end=779
-  _globals['_COMMITRESPONSE']._serialized_start=781
-  _globals['_COMMITRESPONSE']._serialized_end=854
-  _globals['_ABORTREQUEST']._serialized_start=856
-  _globals['_ABORTREQUEST']._serialized_end=894
-  _globals['_ABORTRESPONSE']._serialized_start=896
-  _globals['_ABORTRESPONSE']._serialized_end=948
-  _globals['_ACQUIREREQUEST']._serialized_start=950
-  _globals['_ACQUIREREQUEST']._serialized_end=1039
-  _globals['_ACQUIRERESPONSE']._serialized_start=1041
-  _globals['_ACQUIRERESPONSE']._serialized_end=1087
-  _globals['_RENEWREQUEST']._serialized_start=1089
-  _globals['_RENEWREQUEST']._serialized_end=1187
-  _globals['_RENEWRESPONSE']._serialized_start=1189
-  _globals['_RENEWRESPONSE']._serialized_end=1304
-  _globals['_RELEASEREQUEST']._serialized_start=1306
-  _globals['_RELEASEREQUEST']._serialized_end=1341
-  _globals['_RELEASERESPONSE']._serialized_start=1343
-  _globals['_RELEASERESPONSE']._serialized_end=1378
-  _globals['_LIFECYCLESERVICE']._serialized_start=1381
-  _globals['_LIFECYCLESERVICE']._serialized_end=1787
+  _globals['_RESERVEREQUEST']._serialized_start=469
+  _globals['_RESERVEREQUEST']._serialized_end=601
+  _globals['_RESERVERESPONSE']._serialized_start=604
+  _globals['_RESERVERESPONSE']._serialized_end=743
+  _globals['_COMMITREQUEST']._serialized_start=745
+  _globals['_COMMITREQUEST']._serialized_end=817
+  _globals['_COMMITRESPONSE']._serialized_start=819
+  _globals['_COMMITRESPONSE']._serialized_end=910
+  _globals['_ABORTREQUEST']._serialized_start=912
+  _globals['_ABORTREQUEST']._serialized_end=950
+  _globals['_ABORTRESPONSE']._serialized_start=952
+  _globals['_ABORTRESPONSE']._serialized_end=1004
+  _globals['_ACQUIREREQUEST']._serialized_start=1006
+  _globals['_ACQUIREREQUEST']._serialized_end=1095
+  _globals['_ACQUIRERESPONSE']._serialized_start=1097
+  _globals['_ACQUIRERESPONSE']._serialized_end=1143
+  _globals['_RENEWREQUEST']._serialized_start=1145
+  _globals['_RENEWREQUEST']._serialized_end=1243
+  _globals['_RENEWRESPONSE']._serialized_start=1245
+  _globals['_RENEWRESPONSE']._serialized_end=1360
+  _globals['_RELEASEREQUEST']._serialized_start=1362
+  _globals['_RELEASEREQUEST']._serialized_end=1397
+  _globals['_RELEASERESPONSE']._serialized_start=1399
+  _globals['_RELEASERESPONSE']._serialized_end=1434
+  _globals['_LIFECYCLESERVICE']._serialized_start=1437
+  _globals['_LIFECYCLESERVICE']._serialized_end=1843
 # @@protoc_insertion_point(module_scope)

@@ -50,16 +50,18 @@ class Lease(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., keys_count: _Optional[int] = ..., slots: _Optional[_Union[_block_pb2.SlotArrays, _Mapping]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "space_ids", "keys", "ttl")
+    __slots__ = ("request_id", "space_ids", "keys", "ttl", "unnamed_count")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SPACE_IDS_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
+    UNNAMED_COUNT_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
     space_ids: _containers.RepeatedScalarFieldContainer[int]
     keys: bytes
     ttl: _duration_pb2.Duration
-    def __init__(self, request_id: _Optional[bytes] = ..., space_ids: _Optional[_Iterable[int]] = ..., keys: _Optional[bytes] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    unnamed_count: int
+    def __init__(self, request_id: _Optional[bytes] = ..., space_ids: _Optional[_Iterable[int]] = ..., keys: _Optional[bytes] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., unnamed_count: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("reservation_id", "outcomes", "slots", "remaining")
@@ -74,20 +76,24 @@ class ReserveResponse(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ..., outcomes: _Optional[bytes] = ..., slots: _Optional[_Union[_block_pb2.SlotArrays, _Mapping]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("reservation_id", "checksums")
+    __slots__ = ("reservation_id", "checksums", "keys")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
     reservation_id: int
     checksums: bytes
-    def __init__(self, reservation_id: _Optional[int] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+    keys: bytes
+    def __init__(self, reservation_id: _Optional[int] = ..., checksums: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
-    __slots__ = ("outcome", "keys_count")
+    __slots__ = ("outcome", "keys_count", "outcomes")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     KEYS_COUNT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     outcome: _block_pb2.ItemOutcome
     keys_count: int
-    def __init__(self, outcome: _Optional[_Union[_block_pb2.ItemOutcome, str]] = ..., keys_count: _Optional[int] = ...) -> None: ...
+    outcomes: bytes
+    def __init__(self, outcome: _Optional[_Union[_block_pb2.ItemOutcome, str]] = ..., keys_count: _Optional[int] = ..., outcomes: _Optional[bytes] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("reservation_id",)
