@@ -32,11 +32,6 @@ def stored(reserved: U8) -> U8:
     return became
 
 
-def done_count(became: U8) -> int:
-    """Return how many keys a put has stored."""
-    return int(np.count_nonzero(became == _DONE))
-
-
 def granted(reserved: U8) -> I64:
     """Return the indexes of the keys that a reservation grants."""
     indexes: I64 = (reserved == _GRANTED).nonzero()[0]

@@ -27,7 +27,7 @@ from kvservice.core.errors import (
     StaleGenerationError,
     StaleIncarnationError,
 )
-from kvservice.core.slots import U8, U32
+from kvservice.core.slots import U32
 from kvservice.ports.methods import Method
 
 Answer = TypeVar("Answer", bound=Message)
@@ -233,13 +233,14 @@ class Namespace:
         """Store into slots that were reserved ahead; None where they are of no use."""
         opening, plane = await self._opened_plane()
         directory = await self._mover.directory(plane)
-        if directory is None or directory.find(packed, opening.space_ids).any():
-            # Some blocks are there already: by name they need no copy.
+        # A chain that is there already is there from its first key on; then by name it needs
+        # no copy. What is there further on is found at the commit.
+        if directory is None or directory.find(packed[:KEY_BYTES], opening.space_ids)[0]:
             await self._ahead.give_back(ahead, opening.epoch)
             return None
         try:
             checksums = await self._mover.write(ahead, buffers)
-            became = await self._commit(ahead, checksums, packed)
+            answer = await self._commit(ahead, checksums, packed)
         except (
             ReservationExpiredError,
             ReservationAbortedError,
@@ -251,9 +252,9 @@ class Namespace:
         except BaseException:
             await self._give_up(ahead)
             raise
-        if not len(became):
-            became = outcomes.stored(ahead.outcomes)  # The answer to a repeated commit: all are there.
-        return PutResult(became, outcomes.done_count(became), buffers.size_bytes)
+        # The answer to a repeated commit has no outcomes: all are there, whoever stored them.
+        became = messages.outcomes(answer.outcomes) if answer.outcomes else outcomes.stored(ahead.outcomes)
+        return PutResult(became, answer.keys_count, buffers.size_bytes)
 
     async def get(self, keys: Keys, into: Blocks) -> GetResult:
         """Read blocks into memory of the caller's.
@@ -385,8 +386,10 @@ class Namespace:
         opening = await self._opened()
         return await self._session.call(method, request(opening), response_type, epoch=opening.epoch)
 
-    async def _commit(self, reservation: Reservation, checksums: U32, keys: bytes = b"") -> U8:
-        """Commit; return the outcomes of `keys`, which a reservation by name has not."""
+    async def _commit(
+        self, reservation: Reservation, checksums: U32, keys: bytes = b""
+    ) -> lifecycle_service_pb2.CommitResponse:
+        """Commit a reservation, with the keys that it has not named yet."""
         request = lifecycle_service_pb2.CommitRequest(
             reservation_id=reservation.reservation_id, checksums=checksums.tobytes(), keys=keys
         )
@@ -395,7 +398,7 @@ class Namespace:
             Method.COMMIT, request, lifecycle_service_pb2.CommitResponse, epoch=epoch
         )
         self._session.holdings.discard(reservation.reservation_id)
-        return messages.outcomes(answer.outcomes)
+        return answer
 
     async def _give_up(self, reservation: Reservation) -> None:
         self._session.holdings.discard(reservation.reservation_id)
