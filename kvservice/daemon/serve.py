@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import importlib
 import json
 import logging
@@ -77,6 +78,9 @@ async def _serve(settings: Settings) -> ExitCode:
     except BaseException:
         await daemon.stop()
         raise
+    # What is there now stays; the collector need not look at it again in the middle of a call.
+    gc.collect()
+    gc.freeze()
     _announce(settings, endpoints)
     waits = [asyncio.create_task(event.wait()) for event in (stopping, daemon.broken)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -206,9 +206,11 @@ class Namespace:
         keys_count = len(packed) // KEY_BYTES
         buffers = BlockBuffers.of(blocks, self.block_bytes)
         buffers.check(self.block_bytes, keys_count=keys_count, is_target=False)
-        opening = await self._opened()
+        opening, plane = await self._opened_plane()
         ahead = await self._ahead.take(keys_count, opening.epoch)
-        result = None if ahead is None else await self._put_ahead(ahead, packed, buffers)
+        result = None
+        if ahead is not None:
+            result = await self._put_ahead(ahead, opening, plane, packed, buffers)
         if result is None:
             result = await self._put_by_name(packed, buffers)
         if result.stored_count == keys_count:
@@ -229,9 +231,10 @@ class Namespace:
         bytes_moved = stored_count * sum(self.block_bytes)
         return PutResult(outcomes.stored(reservation.outcomes), stored_count, bytes_moved)
 
-    async def _put_ahead(self, ahead: Reservation, packed: bytes, buffers: BlockBuffers) -> PutResult | None:
+    async def _put_ahead(
+        self, ahead: Reservation, opening: Opening, plane: Plane, packed: bytes, buffers: BlockBuffers
+    ) -> PutResult | None:
         """Store into slots that were reserved ahead; None where they are of no use."""
-        opening, plane = await self._opened_plane()
         directory = await self._mover.directory(plane)
         # A chain that is there already is there from its first key on; then by name it needs
         # no copy. What is there further on is found at the commit.

@@ -207,9 +207,11 @@ class Namespace:
         keys_count = len(packed) // KEY_BYTES
         buffers = BlockBuffers.of(blocks, self.block_bytes)
         buffers.check(self.block_bytes, keys_count=keys_count, is_target=False)
-        opening = self._opened()
+        opening, plane = self._opened_plane()
         ahead = self._ahead.take(keys_count, opening.epoch)
-        result = None if ahead is None else self._put_ahead(ahead, packed, buffers)
+        result = None
+        if ahead is not None:
+            result = self._put_ahead(ahead, opening, plane, packed, buffers)
         if result is None:
             result = self._put_by_name(packed, buffers)
         if result.stored_count == keys_count:
@@ -230,9 +232,10 @@ class Namespace:
         bytes_moved = stored_count * sum(self.block_bytes)
         return PutResult(outcomes.stored(reservation.outcomes), stored_count, bytes_moved)
 
-    def _put_ahead(self, ahead: Reservation, packed: bytes, buffers: BlockBuffers) -> PutResult | None:
+    def _put_ahead(
+        self, ahead: Reservation, opening: Opening, plane: Plane, packed: bytes, buffers: BlockBuffers
+    ) -> PutResult | None:
         """Store into slots that were reserved ahead; None where they are of no use."""
-        opening, plane = self._opened_plane()
         directory = self._mover.directory(plane)
         # A chain that is there already is there from its first key on; then by name it needs
         # no copy. What is there further on is found at the commit.
