@@ -9,7 +9,7 @@ from kvclient.results import Attachment
 from kvclient.touch_ahead import TouchAhead
 from kvservice.core.errors import PeerUnavailableError
 from kvservice.ports.transport import Transport
-from kvservice.transports.tcp.client import TcpTransport
+from kvservice.transports.registry import TransportContext, builtin_registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,5 +52,6 @@ def plane_of(attachment: Attachment, *, is_local: bool, touch_ahead: TouchAhead)
         wire = memory.transport
     elif attachment.tcp_address:
         token = attachment.session_token
-        wire = TcpTransport(attachment.tcp_address, lambda: token)
+        context = TransportContext(session_token=lambda: token)
+        wire = builtin_registry().make(f"tcp://{attachment.tcp_address}", context)
     return Plane(attachment.epoch, attachment.daemon_incarnation, wire, memory)

@@ -1,17 +1,17 @@
-"""Which transports there are, by the scheme of an address, and which one to take.
+"""Which transports there are, by the scheme of an address.
 
     shm:               the segments that this process has mapped
     tcp://host:port    the tcp data plane of another daemon
     inproc:            an authority in this process
 
 A scheme that is not built in is looked for among the entry points of the group
-`kvservice.transports`; each names a TransportFactory. General code never asks for
-a name: it makes what the addresses offer, and `choose` decides by capabilities.
+`kvservice.transports`; each names a TransportFactory. General code makes what an
+address offers and asks for capabilities, never for a name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Protocol
@@ -95,22 +95,6 @@ def builtin_registry() -> TransportRegistry:
     registry.register("tcp", _make_tcp)
     registry.register("inproc", _make_inproc)
     return registry
-
-
-def choose(transports: Sequence[Transport], *, is_peer_trusted: bool, wants_views: bool) -> Transport | None:
-    """Return the first transport that suits, or None. Order them fastest first.
-
-    is_peer_trusted: if not, only a transport will do whose owner side checks.
-    wants_views: slots are to be seen in place.
-    """
-    for transport in transports:
-        capabilities = transport.capabilities
-        if not (is_peer_trusted or capabilities.is_checked_by_owner):
-            continue
-        if wants_views and not capabilities.has_views:
-            continue
-        return transport
-    return None
 
 
 def _make_shm(address: str, context: TransportContext) -> Transport:

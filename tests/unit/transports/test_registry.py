@@ -8,7 +8,7 @@ import pytest
 
 from kvservice.core.errors import InvalidFieldError
 from kvservice.transports import registry as registry_module
-from kvservice.transports.registry import TransportContext, builtin_registry, choose
+from kvservice.transports.registry import TransportContext, builtin_registry
 from kvservice.transports.shm import SegmentMap
 from tests.contract.transport_fakes import FakeOwner
 
@@ -66,14 +66,3 @@ def test_other_packages_offer_transports_as_entry_points(context, monkeypatch):
     assert registry.make("pigeon://loft", context) == ("loft", context)
     assert registry.make("pigeon://loft", context) == ("loft", context)
     assert asked == [("kvservice.transports", "pigeon")]
-
-
-def test_the_choice_is_by_capability_and_order(context):
-    """The first transport that may be trusted and can do what is asked is taken."""
-    registry = builtin_registry()
-    shm, tcp = (registry.make(address, context) for address in ("shm:", "tcp://127.0.0.1:1"))
-    assert choose([shm, tcp], is_peer_trusted=True, wants_views=False) is shm
-    assert choose([tcp, shm], is_peer_trusted=True, wants_views=False) is tcp
-    assert choose([tcp, shm], is_peer_trusted=True, wants_views=True) is shm
-    assert choose([shm, tcp], is_peer_trusted=False, wants_views=False) is tcp
-    assert choose([shm, tcp], is_peer_trusted=False, wants_views=True) is None
