@@ -68,6 +68,7 @@ class LaneServer:
             OSError: EADDRINUSE if somebody listens there.
         """
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_folder(Path(path).parent)
         _remove_dead_socket(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -163,6 +164,20 @@ class LaneServer:
         caller = Caller(tenant, b"", is_local=True)
         connection = LaneConnection(self, accepted, process, caller, self._loop)
         self._connections.add(connection)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise PermissionError where another user could put a socket of their own in our place."""
+    status = folder.stat()
+    is_ours = status.st_uid in {0, os.geteuid()}
+    is_open = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+    if not is_ours or is_open:
+        raise PermissionError(
+            errno.EACCES,
+            "belongs to another user, or everybody may change it: name a folder of your own "
+            "(server.socket_path)",
+            str(folder),
+        )
 
 
 def _remove_dead_socket(path: str) -> None:

@@ -217,3 +217,15 @@ def test_a_stop_ends_when_the_last_lease_does(start_daemon, start_child):
         assert child.finish() == 0
         assert daemon.wait() == 0
         assert time.monotonic() - started < 20.0
+
+
+def test_a_folder_that_everybody_may_change_is_no_place_for_the_socket(tmp_path):
+    """Another user could put a socket there first, and be given every client's blocks."""
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    code, lines = serve("--socket-path", str(folder / "lane.sock"), *NO_WIRES)
+    assert code == 2
+    assert len(lines) == 1
+    assert str(folder) in lines[0]
+    assert "server.socket_path" in lines[0]
