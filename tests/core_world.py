@@ -275,6 +275,10 @@ class Client:
         """Drop a namespace."""
         return self.world.handle(events.Purge(self.token, namespace_id))
 
+    def discard(self, slots) -> int:
+        """Drop what lies in some slots, if it still does."""
+        return self.world.handle(events.Discard(self.token, slots))
+
     def begin(self, capability_id: int, indexes, *, is_write: bool):
         """Begin a transfer over some slots of a capability."""
         slots = np.array(list(indexes), dtype=np.int64)

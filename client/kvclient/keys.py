@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,11 @@ Keys = bytes | bytearray | memoryview | Sequence[bytes] | npt.NDArray[np.uint8]
 """Keys of a batch, in order: packed (a multiple of 32 bytes), a sequence of 32-byte
 keys, or an array (keys, 32) uint8. Copied where needed; never kept by reference
 unless immutable."""
+
+
+def taken(packed: bytes, indexes: Iterable[int]) -> list[bytes]:
+    """Return some of the packed keys."""
+    return [packed[index * KEY_BYTES : (index + 1) * KEY_BYTES] for index in indexes]
 
 
 def packed_keys(keys: Keys) -> bytes:

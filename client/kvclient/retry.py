@@ -17,6 +17,7 @@ SAFE_TO_RETRY = frozenset(
         Method.ABORT,
         Method.RENEW,
         Method.RELEASE,
+        Method.VERIFY,
         Method.LIST_TIERS,
         Method.PURGE_NAMESPACE,
         Method.GET_CAPABILITIES,

@@ -25,7 +25,7 @@ from kvservice.core.answers import (
 )
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.representation import Identity, Part
-from kvservice.core.slots import I64, U8, U32, U64
+from kvservice.core.slots import I64, U8, U32, U64, Slots
 
 A_co = TypeVar("A_co", covariant=True)
 
@@ -162,6 +162,17 @@ class Beat(Event[BeatAnswer]):
     acknowledged_ids: U64
     touched_segments: U32
     touched_granules: U32
+
+
+@dataclass(frozen=True, slots=True)
+class Discard(Event[int]):
+    """Make damaged blocks invisible; answers how many were still those that were meant.
+
+    slots: as located, with their generations.
+    """
+
+    token: bytes
+    slots: Slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from kvservice.core.answers import AttachAnswer, OpenAnswer
 from kvservice.core.books import Books
 from kvservice.core.effects import EndSession, NewsForTenant
 from kvservice.core.errors import BlockSizeError, DrainingError, InvalidFieldError, LimitReachedError
-from kvservice.core.events import Attach, Drain, OpenNamespace, Purge, SessionEnded
+from kvservice.core.events import Attach, Discard, Drain, OpenNamespace, Purge, SessionEnded
 from kvservice.core.history import FactKind
 from kvservice.core.lease_desk import LeaseDesk
 from kvservice.core.limits import (
@@ -182,6 +182,23 @@ class SessionDesk:
             tenant.history.append(FactKind.PURGED, namespace_id=event.namespace_id, space_id=0, keys=b"")
             books.effects.append(NewsForTenant(tenant.name))
         return purged
+
+    def discard(self, event: Discard, now: int) -> int:
+        """Make damaged blocks invisible; what has another owner by now is passed over."""
+        books = self._books
+        session = books.session(event.token, now)
+        discarded = 0
+        for pool in books.tenant(session.tenant).pools.values():
+            indexes = pool.indexes_of(event.slots.segments, event.slots.granules)
+            ours = indexes >= 0
+            indexes = indexes[ours]
+            meant = (pool.state[indexes] == SlotState.COMMITTED) & (
+                pool.generations[indexes] == event.slots.generations[ours]
+            )
+            if meant.any():
+                withdraw(books, pool, indexes[meant])
+                discarded += int(meant.sum())
+        return discarded
 
     def drain(self, event: Drain, now: int) -> None:
         """Take no new work from now on."""

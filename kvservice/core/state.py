@@ -73,6 +73,7 @@ class KvState:
             events.SessionEnded: self._sessions.ended,
             events.OpenNamespace: self._sessions.open_namespace,
             events.Purge: self._sessions.purge,
+            events.Discard: self._sessions.discard,
             events.Drain: self._sessions.drain,
             events.Lookup: self._leases.lookup,
             events.Acquire: self._leases.acquire,

@@ -26,6 +26,7 @@ from kvservice.engine.arena import Arena
 from kvservice.engine.clock import LONGEST_GAP_NS, StallAwareClock
 from kvservice.engine.coordinator import ArenaAuthority, Coordinator
 from kvservice.engine.reaper import Reaper
+from kvservice.engine.verification import Verifier
 from kvservice.service.credentials import Credentials
 from kvservice.service.dispatcher import Dispatcher, Facts
 from kvservice.service.event_feed import EventFeed
@@ -104,7 +105,7 @@ class Daemon:
             socket_path=settings.server.socket_path,
             tcp_address=tcp_address,
         )
-        dispatcher = Dispatcher(coordinator, facts)
+        dispatcher = Dispatcher(coordinator, Verifier(coordinator, arena), facts)
         credentials = credentials_of(settings)
         feed = EventFeed(coordinator, incarnation)
         self._lane = LaneServer(

@@ -24,6 +24,7 @@ class Method(IntEnum):
     ACQUIRE = 14
     RENEW = 15
     RELEASE = 16
+    VERIFY = 17
     LIST_TIERS = 20
     PURGE_NAMESPACE = 21
     WATCH_EVENTS = 30

@@ -24,6 +24,7 @@ from kvservice.core import events
 from kvservice.core.errors import MalformedError, SessionUnknownError, UnknownMethodError
 from kvservice.core.limits import Limits
 from kvservice.engine.coordinator import Coordinator
+from kvservice.engine.verification import Verifier
 from kvservice.ports.methods import Method
 from kvservice.service import mapping
 from kvservice.service.tier_report import tier_report
@@ -70,9 +71,10 @@ class Operation:
 class Dispatcher:
     """Finds and runs the operation of a method."""
 
-    def __init__(self, coordinator: Coordinator, facts: Facts) -> None:
+    def __init__(self, coordinator: Coordinator, verifier: Verifier, facts: Facts) -> None:
         self._submit = coordinator.submit
         self._coordinator = coordinator
+        self._verifier = verifier
         self.facts = facts
         self.operations = self._table()
 
@@ -122,6 +124,7 @@ class Dispatcher:
             (Method.ACQUIRE, "LifecycleService", "Acquire", life, self._acquire),
             (Method.RENEW, "LifecycleService", "Renew", life, self._renew),
             (Method.RELEASE, "LifecycleService", "Release", life, self._release),
+            (Method.VERIFY, "LifecycleService", "Verify", life, self._verify),
             (Method.LIST_TIERS, "TierService", "ListTiers", tier, self._list_tiers),
             (Method.PURGE_NAMESPACE, "TierService", "PurgeNamespace", tier, self._purge),
             (
@@ -230,6 +233,10 @@ class Dispatcher:
     def _release(self, request: lifecycle_service_pb2.ReleaseRequest, caller: Caller) -> Message:
         outcomes = self._submit(events.Release(caller.token, mapping.u64_array(request.lease_ids)))
         return lifecycle_service_pb2.ReleaseResponse(outcomes=outcomes.tobytes())
+
+    def _verify(self, request: lifecycle_service_pb2.VerifyRequest, caller: Caller) -> Message:
+        outcomes = self._verifier.verify(caller.token, tuple(request.space_ids), request.keys)
+        return lifecycle_service_pb2.VerifyResponse(outcomes=outcomes)
 
     def _list_tiers(self, request: Message, caller: Caller) -> Message:
         del request, caller

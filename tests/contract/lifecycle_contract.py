@@ -170,6 +170,7 @@ class SessionContract:
             (Method.ACQUIRE, {"space_ids": [1], "keys": key(1)}),
             (Method.RENEW, {"lease_ids": [1]}),
             (Method.RELEASE, {"lease_ids": [1]}),
+            (Method.VERIFY, {"space_ids": [1], "keys": key(1)}),
             (Method.PURGE_NAMESPACE, {"namespace_id": bytes(32)}),
         ],
     )

@@ -68,6 +68,7 @@ RPCS = {
     Method.ACQUIRE: ("LifecycleService", "Acquire"),
     Method.RENEW: ("LifecycleService", "Renew"),
     Method.RELEASE: ("LifecycleService", "Release"),
+    Method.VERIFY: ("LifecycleService", "Verify"),
     Method.LIST_TIERS: ("TierService", "ListTiers"),
     Method.PURGE_NAMESPACE: ("TierService", "PurgeNamespace"),
     Method.WATCH_EVENTS: ("EventService", "WatchEvents"),
@@ -452,6 +453,10 @@ class Engine:
     def acquire(self, numbers, **fields):
         """Lease the committed prefix."""
         return self.peer.call(Method.ACQUIRE, space_ids=self.spaces, keys=keys(numbers), **fields)
+
+    def verify(self, numbers) -> list[int]:
+        """Have blocks looked at and return the outcomes."""
+        return list(self.peer.call(Method.VERIFY, space_ids=self.spaces, keys=keys(numbers)).outcomes)
 
     def renew(self, **fields):
         """Prolong."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import google_crc32c
 import pytest
 
 from kvservice.ports.methods import Method
@@ -11,6 +12,7 @@ from tests.contract.lifecycle_contract import (
     ALREADY_EXPIRED,
     ALREADY_RELEASED,
     BATCH_SIZE,
+    BLOCK_BYTES,
     DONE,
     HIT,
     INVALID_FIELD,
@@ -25,6 +27,9 @@ from tests.contract.lifecycle_contract import (
     check_refused,
 )
 from tests.contract.lifecycle_edges import Engine, Unpacked, key, keys
+
+OTHER_CHECKSUM = 0x0DDBA11
+"""A CRC32C that the bytes in these tests do not have."""
 
 
 class ReadContract:
@@ -117,6 +122,46 @@ class ReadContract:
         engine.put(range(1000, 1000 + SLOTS_COUNT - 1))
         assert engine.outcomes([0, 1, 2]) == [HIT, MISS, MISS]
         assert engine.tier().evicted_count == SLOTS_COUNT - 1
+
+    def test_a_damaged_block_is_dropped_when_it_is_verified(self, peer):
+        """Sound ones and those without a checksum stay; the key of a dropped one can be written again."""
+        engine = Engine(peer)
+        engine.open()
+        engine.put([1])
+        engine.commit(engine.reserve([2]), [OTHER_CHECKSUM])
+        assert engine.outcomes([1, 2]) == [HIT, HIT]
+        assert engine.verify([1, 2, 3]) == [HIT, MISS, MISS]
+        assert engine.outcomes([1, 2]) == [HIT, MISS]
+        assert engine.tier().evicted_count == 1
+        engine.put([2])
+        assert engine.verify([1, 2]) == [HIT, HIT]
+
+    def test_a_damaged_block_is_dropped_in_all_its_parts(self, peer):
+        """A block of which one part is wrong is no block."""
+        engine = Engine(peer)
+        engine.open(BLOCK_BYTES, BLOCK_BYTES)
+        sound = google_crc32c.value(bytes(BLOCK_BYTES))
+        engine.commit(engine.reserve([1, 2]), [sound, OTHER_CHECKSUM, sound, sound])
+        assert engine.verify([1, 2]) == [MISS, HIT]
+        assert engine.outcomes([1, 2]) == [MISS, HIT]
+        assert engine.tier().evicted_count == 2
+
+    def test_a_damaged_block_under_a_lease_is_dropped_for_others_only(self, peer):
+        """The lease keeps its slots until its end; nobody gets a new one."""
+        engine = Engine(peer)
+        engine.open()
+        engine.commit(engine.reserve([1]), [OTHER_CHECKSUM])
+        lease = engine.acquire([1]).lease
+        assert engine.verify([1]) == [MISS]
+        assert not engine.acquire([1]).HasField("lease")
+        assert engine.release(lease.lease_id) == [DONE]
+
+    def test_few_keys_are_verified_in_one_call(self, peer):
+        """The bytes are looked at while all others wait."""
+        engine = Engine(peer)
+        engine.open()
+        check_refused(BATCH_SIZE, engine.verify, range(17), says="at most 16")
+        check_refused(BATCH_SIZE, engine.verify, [])
 
     def test_release_is_idempotent(self, house, peer):
         """Late, second and foreign releases are answered as data and change nothing."""

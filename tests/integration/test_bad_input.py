@@ -31,6 +31,7 @@ from tests.integration.daemon_process import (
     parts,
     settings_of,
     tier,
+    until,
     until_passed,
 )
 
@@ -250,17 +251,42 @@ def test_a_commit_with_checksums_of_other_bytes_is_refused_over_the_wire(shared_
         check_stored(namespace, [7])
 
 
-def test_bytes_that_are_not_those_committed_are_never_handed_on(endpoint, salt, shared_daemon):
-    """A block whose memory differs from its checksum is refused by get and by a verified lease."""
+def put_wrong(shared_daemon, salt):
+    """Store block 7 with the checksum of other bytes, as if its memory had been altered since."""
     with opened(shared_daemon.lane, salt=salt) as (writer, blocks):
         reservation = blocks.reserve(keys([7]))
         sums = blocks.write(reservation, content([7]))
         writer.commit(reservation, sums ^ np.uint32(1))
+
+
+def read_all(namespace, how: str, numbers) -> None:
+    """Read blocks by one of the ways that copy."""
+    getattr(namespace, how)(keys(numbers), np.zeros((len(numbers), BLOCK_BYTES), np.uint8))
+
+
+@pytest.mark.parametrize("how", ["get", "get_located", "get_leased"])
+def test_bytes_that_are_not_those_committed_are_never_handed_on(endpoint, salt, shared_daemon, how):
+    """Not even once more: the daemon looks for itself, and drops that block alone."""
+    put_wrong(shared_daemon, salt)
     with opened(endpoint, salt=salt) as (_, namespace):
+        namespace.put(keys([6]), content([6]))
         with pytest.raises(ChecksumMismatchError):
-            namespace.get(keys([7]), np.zeros((1, BLOCK_BYTES), np.uint8))
+            read_all(namespace, how, [6, 7])
+        until(lambda: namespace.lookup(keys([7])).outcomes.tolist() == [ItemOutcome.MISS], "the block to go")
+        check_stored(namespace, [6])
+        namespace.put(keys([7]), content([7]))
+        check_stored(namespace, [6, 7])
+
+
+def test_a_verified_lease_of_altered_bytes_is_refused(endpoint, salt, shared_daemon):
+    """The context is not entered, and `verify` drops the block."""
+    put_wrong(shared_daemon, salt)
+    with opened(endpoint, salt=salt) as (_, namespace):
         with pytest.raises(ChecksumMismatchError), namespace.lease(keys([7]), verify=True):
             pytest.fail("the context was entered")
+        assert namespace.verify(keys([7])).outcomes.tolist() == [ItemOutcome.MISS]
+        assert namespace.put(keys([7]), content([7])).stored_count == 1
+        assert namespace.verify(keys([7])).prefix_count == 1
 
 
 def test_a_request_id_with_other_keys_is_refused(namespace, client_and_namespace):

@@ -121,6 +121,10 @@ class KvMachine(RuleBasedStateMachine):
     def purge(self, person, salt):
         self.twin.purge(person, salt)
 
+    @rule(person=people, salt=SALT, parts=SETS_OF_PARTS, numbers=NUMBERS)
+    def discard(self, person, salt, parts, numbers):
+        self.twin.discard(person, salt, parts, numbers)
+
     @rule(
         target=transfers,
         person=people,

@@ -252,6 +252,23 @@ class Twin(Model):
         self._settle(purged=spaces)
         assert not {where for where in mine if where[0] in spaces}
 
+    def discard(self, person: Person, salt: bytes, parts, numbers: list[int]) -> None:
+        """Find a prefix, and drop it as damaged; a second time it is somebody else's or nobody's."""
+        if not self._hear(person):
+            return
+        spaces = tuple(person.spaces[salt, each] for each in parts)
+        found = person.client.lookup(spaces, numbers, locate=True)
+        if found.slots is None:
+            self._settle()
+            return
+        assert person.client.discard(found.slots) == len(found.slots)
+        self._settle(purged=frozenset(spaces))
+        mine = self.visible[person.engine[0]]
+        gone = {(space, number) for space in spaces for number in numbers[: found.prefix_count]}
+        assert not gone & set(mine)
+        assert person.client.discard(found.slots) == 0
+        self._settle()
+
     # ---- transfers
 
     def begin(self, person: Person, capability_id: int, indexes: list[int]):

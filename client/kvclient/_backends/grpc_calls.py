@@ -31,6 +31,7 @@ PATHS = {
     Method.ACQUIRE: "/kv.v1.LifecycleService/Acquire",
     Method.RENEW: "/kv.v1.LifecycleService/Renew",
     Method.RELEASE: "/kv.v1.LifecycleService/Release",
+    Method.VERIFY: "/kv.v1.LifecycleService/Verify",
     Method.LIST_TIERS: "/kv.v1.TierService/ListTiers",
     Method.PURGE_NAMESPACE: "/kv.v1.TierService/PurgeNamespace",
     Method.WATCH_EVENTS: "/kv.v1.EventService/WatchEvents",

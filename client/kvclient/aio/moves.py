@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvclient._backends.aio import DIRECT_COPY_LIMIT_BYTES, run_copy
 from kvclient.aio.session import Session
 from kvclient.buffers import BlockBuffers
 from kvclient.directory import Directory, DirectoryRead
-from kvclient.keys import KEY_BYTES
+from kvclient.keys import KEY_BYTES, taken
 from kvclient.local_memory import LocalMemory
 from kvclient.plane import Plane
 from kvclient.results import GetResult, Lease, Reservation
@@ -32,6 +33,11 @@ from kvservice.ports.methods import Method
 from kvservice.ports.transport import Transfer
 
 _HIT, _MISS = int(ReadOutcome.HIT), int(ReadOutcome.MISS)
+
+DROPPED = "the daemon drops them: put them again"
+
+VERIFIED_KEYS_LIMIT = 16
+"""Bound of `VerifyRequest.keys`."""
 
 KEYS_NAMED_LIMIT = 8
 """Keys that an error spells out; the rest are counted."""
@@ -183,7 +189,7 @@ class Mover:
         if wrong:
             raise ChecksumMismatchError(
                 f"{len(wrong)} of {len(sums)} blocks under lease {lease.lease_id} do not have their "
-                f"committed checksum, the first is block {wrong[0]}; purge it"
+                f"committed checksum, the first is block {wrong[0]}; call `verify` with the keys to drop them"
             )
 
     def begin_view(self, lease: Lease) -> None:
@@ -218,6 +224,8 @@ class Mover:
         if int(outcomes_read.max()) != _MISS:
             if (outcomes_read == ReadOutcome.UNMAPPED).any():
                 outcomes_read = await self._read_unmapped(memory, directory, batch, outcomes_read)
+            damaged = np.flatnonzero(outcomes_read == ReadOutcome.CORRUPT).tolist()
+            await self.report_damage(batch.spaces, taken(batch.keys, damaged))
             _check_sound(batch.keys, outcomes_read)
         found = (outcomes_read == _HIT).view(np.uint8)
         hits_count = int(np.count_nonzero(found))
@@ -244,7 +252,7 @@ class Mover:
     ) -> U8:
         """Map the segments of those keys that need it, and read these keys once more."""
         indexes = np.flatnonzero(outcomes_read == ReadOutcome.UNMAPPED)
-        keys = b"".join(batch.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES] for index in indexes.tolist())
+        keys = b"".join(taken(batch.keys, indexes.tolist()))
         await self._map_numbers(memory, directory.segments_of(keys, batch.spaces))
         parts_count = len(self.block_bytes)
         chosen = (indexes[:, None] * parts_count + np.arange(parts_count)).reshape(-1)
@@ -253,6 +261,17 @@ class Mover:
         merged = outcomes_read.copy()
         merged[indexes] = read.outcomes
         return merged
+
+    async def report_damage(self, spaces: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Let the daemon look at blocks that were read with wrong checksums, and drop what it must.
+
+        Else they would be promised, and refused, for as long as they are asked for.
+        """
+        for start in range(0, len(keys), VERIFIED_KEYS_LIMIT):
+            some = b"".join(keys[start : start + VERIFIED_KEYS_LIMIT])
+            request = lifecycle_service_pb2.VerifyRequest(space_ids=spaces, keys=some)
+            answer_type = lifecycle_service_pb2.VerifyResponse
+            await self._session.post(Method.VERIFY, request, answer_type, epoch=self._session.epoch)
 
     # ---- private
 
@@ -307,13 +326,11 @@ class Mover:
 
 def _check_sound(keys: bytes, outcomes_read: U8) -> None:
     for outcome, error, what in (
-        (ReadOutcome.CORRUPT, ChecksumMismatchError, "do not have their committed checksum; purge them"),
+        (ReadOutcome.CORRUPT, ChecksumMismatchError, f"do not have their committed checksum; {DROPPED}"),
         (ReadOutcome.LENGTH, BlockSizeError, "are stored with another length; open the shape that they have"),
     ):
         wrong = np.flatnonzero(outcomes_read == outcome).tolist()
         if wrong:
-            named = [
-                f"keys[{index}] {keys[index * KEY_BYTES : (index + 1) * KEY_BYTES].hex()}"
-                for index in wrong[:KEYS_NAMED_LIMIT]
-            ]
+            named_keys = zip(wrong, taken(keys, wrong[:KEYS_NAMED_LIMIT]), strict=False)
+            named = [f"keys[{index}] {key.hex()}" for index, key in named_keys]
             raise error(f"{len(wrong)} blocks {what}: {', '.join(named)}")

@@ -283,3 +283,40 @@ def test_a_lookup_can_locate_without_a_lease(world, client, spaces):
     assert not world.books.leases
     assert client.lookup(spaces, [103], locate=True).slots is None
     assert client.lookup(spaces, [101]).slots is None
+
+
+def test_a_damaged_block_is_dropped_alone(world, client, spaces):
+    """Its slot is free at once; the others stay, and the key can be written again."""
+    slots = client.lookup(spaces, [3], locate=True).slots
+    assert client.discard(slots) == 1
+    assert client.outcomes(spaces, range(2, 5)) == [HIT, MISS, HIT]
+    assert world.is_moved(slots)
+    client.put(spaces, [3])
+    assert client.outcomes(spaces, [3]) == [HIT]
+
+
+def test_what_was_written_since_is_not_dropped(client, spaces):
+    """A late report is about a block that is gone: the slot's next owner must not pay for it."""
+    slots = client.lookup(spaces, [3], locate=True).slots
+    client.discard(slots)
+    client.put(spaces, [3])
+    assert client.lookup(spaces, [3], locate=True).slots.granules.tolist() == slots.granules.tolist()
+    assert client.discard(slots) == 0
+    assert client.outcomes(spaces, [3]) == [HIT]
+
+
+def test_a_damaged_block_under_a_lease_goes_with_the_lease(world, client, spaces):
+    """Who reads it may go on, and sees by the checksum what it is; nobody new comes to it."""
+    lease = client.acquire(spaces, [3])
+    assert client.discard(client.lookup(spaces, [3], locate=True).slots) == 1
+    assert client.outcomes(spaces, [3]) == [MISS]
+    assert world.states_count(SlotState.EVICTING) == 1
+    assert client.release(lease.lease_id) == [DONE]
+    assert world.states_count(SlotState.EVICTING) == 0
+
+
+def test_nobody_drops_the_blocks_of_another_tenant(world, client, spaces):
+    """A location is no right."""
+    slots = client.lookup(spaces, [3], locate=True).slots
+    assert world.attach("bolt").discard(slots) == 0
+    assert client.outcomes(spaces, [3]) == [HIT]

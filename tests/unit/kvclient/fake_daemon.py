@@ -53,6 +53,7 @@ REQUESTS: dict[int, type[Any]] = {
     Method.ACQUIRE: lifecycle_service_pb2.AcquireRequest,
     Method.RENEW: lifecycle_service_pb2.RenewRequest,
     Method.RELEASE: lifecycle_service_pb2.ReleaseRequest,
+    Method.VERIFY: lifecycle_service_pb2.VerifyRequest,
     Method.LIST_TIERS: tier_service_pb2.ListTiersRequest,
     Method.PURGE_NAMESPACE: tier_service_pb2.PurgeNamespaceRequest,
     Method.WATCH_EVENTS: event_service_pb2.WatchEventsRequest,
@@ -433,6 +434,10 @@ class FakeDaemon:
         return lifecycle_service_pb2.ReleaseResponse(
             outcomes=bytes([ItemOutcome.DONE]) * len(request.lease_ids)
         )
+
+    def _verify(self, request: Any) -> Any:
+        keys = _keys(request.keys)
+        return lifecycle_service_pb2.VerifyResponse(outcomes=bytes([ItemOutcome.MISS]) * len(keys))
 
     def _list_tiers(self, request: Any) -> Any:
         return tier_service_pb2.ListTiersResponse(tiers=[tier_service_pb2.Tier(name="dram")])

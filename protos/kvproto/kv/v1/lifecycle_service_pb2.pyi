@@ -154,3 +154,17 @@ class ReleaseResponse(_message.Message):
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     outcomes: bytes
     def __init__(self, outcomes: _Optional[bytes] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("space_ids", "keys")
+    SPACE_IDS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    space_ids: _containers.RepeatedScalarFieldContainer[int]
+    keys: bytes
+    def __init__(self, space_ids: _Optional[_Iterable[int]] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class VerifyResponse(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: bytes
+    def __init__(self, outcomes: _Optional[bytes] = ...) -> None: ...

@@ -80,6 +80,11 @@ class LifecycleServiceStub(object):
                 request_serializer=kv_dot_v1_dot_lifecycle__service__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=kv_dot_v1_dot_lifecycle__service__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_unary(
+                '/kv.v1.LifecycleService/Verify',
+                request_serializer=kv_dot_v1_dot_lifecycle__service__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=kv_dot_v1_dot_lifecycle__service__pb2.VerifyResponse.FromString,
+                _registered_method=True)
 
 
 class LifecycleServiceServicer(object):
@@ -183,6 +188,19 @@ class LifecycleServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Verify(self, request, context):
+        """Holds stored blocks to their committed checksums, and makes those invisible that
+        differ: a reader that was given wrong bytes names the keys, the daemon looks for
+        itself. Blocks that were stored without a checksum are taken for sound.
+
+        Idempotent.
+
+        Errors: none besides the common ones; at most 16 keys are taken in one call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LifecycleServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -220,6 +238,11 @@ def add_LifecycleServiceServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=kv_dot_v1_dot_lifecycle__service__pb2.ReleaseRequest.FromString,
                     response_serializer=kv_dot_v1_dot_lifecycle__service__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=kv_dot_v1_dot_lifecycle__service__pb2.VerifyRequest.FromString,
+                    response_serializer=kv_dot_v1_dot_lifecycle__service__pb2.VerifyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -421,6 +444,33 @@ class LifecycleService(object):
             '/kv.v1.LifecycleService/Release',
             kv_dot_v1_dot_lifecycle__service__pb2.ReleaseRequest.SerializeToString,
             kv_dot_v1_dot_lifecycle__service__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kv.v1.LifecycleService/Verify',
+            kv_dot_v1_dot_lifecycle__service__pb2.VerifyRequest.SerializeToString,
+            kv_dot_v1_dot_lifecycle__service__pb2.VerifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,66 @@
+"""Holding stored blocks to their checksums, where they lie."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from kvservice import native
+from kvservice.core.checksums import differing
+from kvservice.core.errors import BatchSizeError
+from kvservice.core.events import Discard, Lookup
+from kvservice.core.outcomes import ItemOutcome
+from kvservice.core.row_table import KEY_BYTES
+from kvservice.core.slots import U64
+from kvservice.engine.arena import Arena
+from kvservice.engine.coordinator import Coordinator
+
+KEYS_LIMIT = 16
+"""A call looks at the bytes on the event loop, so it may not look at many."""
+
+_log = logging.getLogger(__name__)
+
+
+class Verifier:
+    """Looks at blocks that somebody has read wrong bytes of."""
+
+    def __init__(self, coordinator: Coordinator, arena: Arena) -> None:
+        self._coordinator = coordinator
+        self._arena = arena
+
+    def verify(self, token: bytes, spaces: tuple[int, ...], keys: bytes) -> bytes:
+        """Return HIT or MISS for each packed key, a byte each; what is damaged is a miss from now on.
+
+        Raises:
+            BatchSizeError: more keys than one call looks at.
+            KvError: the state refused the keys or the spaces.
+        """
+        if len(keys) > KEYS_LIMIT * KEY_BYTES:
+            raise BatchSizeError(
+                f"keys has {len(keys) // KEY_BYTES} items; at most {KEYS_LIMIT} are verified in one call"
+            )
+        # One by one: a lookup says where a prefix is, and what is damaged breaks a chain anywhere.
+        singles = [keys[start : start + KEY_BYTES] for start in range(0, max(len(keys), 1), KEY_BYTES)]
+        return bytes(self._verify_one(token, spaces, key) for key in singles)
+
+    def _verify_one(self, token: bytes, spaces: tuple[int, ...], key: bytes) -> ItemOutcome:
+        answer = self._coordinator.submit(Lookup(token, spaces, key, None, is_locating=True))
+        slots = answer.slots
+        if slots is None or slots.checksums is None:
+            return ItemOutcome.MISS
+        lengths: U64 = self._coordinator.look(
+            lambda state, _: np.array(
+                [state.books.spaces.get(space).block_bytes for space in spaces], dtype=np.uint64
+            )
+        )
+        sums = np.zeros(len(slots), dtype=np.uint32)
+        native.checksum_blocks(self._arena.addresses(slots.segments, slots.granules), lengths, None, sums)
+        if not len(differing(sums, slots.checksums)):
+            return ItemOutcome.HIT
+        # All parts go: one without the other is no block. What was rewritten while we looked
+        # has another generation, and stays.
+        discarded = self._coordinator.submit(Discard(token, slots))
+        if discarded:
+            _log.error("a stored block was damaged and is dropped", extra={"block_key": key.hex()})
+        return ItemOutcome.MISS
