@@ -57,6 +57,9 @@ class Facts:
     tcp_address: str
 
 
+NOT_OF_THIS_TENANT = "session_token names no living session of this tenant; attach again"
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One method: its gRPC name, its messages, and what it does."""
@@ -97,11 +100,20 @@ class Dispatcher:
         packed: bytes = operation.run(request, caller).SerializeToString()
         return packed
 
+    def check_tenant(self, caller: Caller) -> None:
+        """Raise SessionUnknownError where the caller names a living session of another tenant.
+
+        A stolen session token is of no use without its tenant's credentials.
+        """
+        tenant = self._coordinator.look(lambda state, _: state.tenant_of_session(caller.token))
+        if tenant not in {None, caller.tenant}:
+            raise SessionUnknownError(NOT_OF_THIS_TENANT)
+
     def check_session(self, caller: Caller) -> None:
         """Raise SessionUnknownError unless the caller's session lives and is of the caller's tenant."""
         tenant = self._coordinator.look(lambda state, _: state.tenant_of_session(caller.token))
         if tenant != caller.tenant:
-            raise SessionUnknownError("session_token names no living session of this tenant; attach again")
+            raise SessionUnknownError(NOT_OF_THIS_TENANT)
 
     def beat(
         self, request: session_service_pb2.HeartbeatRequest, caller: Caller

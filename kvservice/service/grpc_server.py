@@ -138,7 +138,9 @@ class GrpcServer:
         # Bytes in and out: a message that gRPC itself fails to parse would end without a reason.
         async def handle(request: bytes, context: Any) -> bytes:
             try:
-                return self._dispatcher.call_packed(method, request, self._caller(context))
+                caller = self._caller(context)
+                self._dispatcher.check_tenant(caller)
+                return self._dispatcher.call_packed(method, request, caller)
             except KvError as error:
                 await _fail(context, error)
                 raise

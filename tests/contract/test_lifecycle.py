@@ -16,6 +16,7 @@ from kvservice.ports.methods import Method
 from kvservice.transports.frames import FrameKind, encode
 from tests.contract.lifecycle_contract import (
     DONE,
+    HIT,
     SESSION_UNKNOWN,
     TTL_S,
     SessionContract,
@@ -30,6 +31,7 @@ from tests.contract.lifecycle_edges import (
     House,
     LanePeer,
     Refusal,
+    key,
     refusal_of,
 )
 from tests.contract.lifecycle_facts import EventContract, ExpiryContract, FactsContract
@@ -188,6 +190,21 @@ class TestGrpcAlone:
         assert blue.peer.watch(after_sequence=0).next().events[0].sequence == 1
         stranger = dial(GrpcPeer, house, "green")
         check_refused(("UNAUTHENTICATED", "TENANT_UNKNOWN"), Engine, stranger)
+
+    def test_a_session_token_is_of_no_use_to_another_tenant(self, make_house, dial):
+        """Whoever got hold of it needs the tenant's bearer token too; the session goes on unhurt."""
+        digest = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("red", "blue")}
+        config = "".join(f'[tenants.{name}]\ntoken_sha256 = "{digest[name]}"\n' for name in digest)
+        house = make_house(config=config)
+        red, thief = Engine(dial(GrpcPeer, house, "red")), dial(GrpcPeer, house, "blue")
+        red.open()
+        red.put([1])
+        thief.session_token = red.peer.session_token
+        fields = {"space_ids": red.spaces, "keys": key(1)}
+        check_refused(SESSION_UNKNOWN, thief.call, Method.LOOKUP, says="this tenant", **fields)
+        check_refused(SESSION_UNKNOWN, thief.call, Method.PURGE_NAMESPACE, namespace_id=red.namespace_id)
+        check_refused(SESSION_UNKNOWN, thief.call, Method.DETACH)
+        assert red.outcomes([1]) == [HIT]
 
     def test_a_default_tenant_with_a_token_is_closed(self, make_house, dial):
         """Once the tenant `default` has a token, whoever shows none is nobody."""
