@@ -40,7 +40,7 @@ class LocalMemory:
         mapped, segments = self.segments.snapshot(), slots.segments
         first = int(segments[0])
         # Nearly always one segment that is mapped, since a batch is allocated together.
-        if first in mapped.segments and (segments == first).all():
+        if first in mapped.segments and (len(segments) == 1 or (segments == first).all()):
             return []
         return mapped.missing(segments)
 

@@ -53,6 +53,8 @@ def _hits(keys_count: int) -> U8:
 
 def of_prefix(keys_count: int, hits_count: int, bytes_moved: int) -> GetResult:
     """Return the result of reading the first `hits_count` of some keys."""
+    if hits_count == keys_count:
+        return all_hit(keys_count, bytes_moved)
     became = np.full(keys_count, _MISS, np.uint8)
     became[:hits_count] = _HIT
     return GetResult(became, hits_count, bytes_moved)

@@ -14,6 +14,8 @@ from kvservice.core.slots import I64, U32
 NO_CHECKSUM = 0
 STANDS_FOR_ZERO = 0xFFFFFFFF
 
+_NONE: I64 = np.empty(0, dtype=np.int64)
+
 
 def as_stored(checksums: U32) -> U32:
     """Return (blocks,) uint32 as they are stored for blocks with these CRC32C."""
@@ -27,4 +29,7 @@ def differing(computed: U32, stored: U32) -> I64:
 
     computed: CRC32C of the bytes at hand. stored: as committed.
     """
+    # The usual case, and on small batches several times as fast as the arrays.
+    if computed.tobytes() == stored.tobytes():
+        return _NONE
     return np.flatnonzero((stored != NO_CHECKSUM) & (as_stored(computed) != stored))

@@ -110,6 +110,14 @@ class RowTable:
         rows = self._rows
         return RowLocations(found, rows["segment"][positions], rows["granule"][positions])
 
+    def row_of(self, key: bytes, space: int) -> Rows | None:
+        """Return the row of one key as an array of one row, good until the table changes; None if absent."""
+        position = np.empty(1, dtype=np.int64)
+        if not self._operations.find_rows(self._rows, len(self._rows), key, space, position):
+            return None
+        first = int(position[0])
+        return self._rows[first : first + 1]
+
     def find_mask(self, keys: bytes, space: int) -> npt.NDArray[np.bool_]:
         """Say for each packed key whether it is there."""
         positions = np.empty(len(keys) // KEY_BYTES, dtype=np.int64)

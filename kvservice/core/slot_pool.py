@@ -191,6 +191,10 @@ class SlotPool:
             indexes[here] = np.where(inside < 0, -1, position * self.slots_per_segment + inside)
         return indexes
 
+    def index_of(self, segment: int, granule: int) -> int:
+        """Return the index of one of our slots."""
+        return self._position_of[segment] * self.slots_per_segment + granule // self.slot_granules
+
     def evictable(self, indexes: I64 | slice = slice(None)) -> npt.NDArray[np.bool_]:
         """(n,) bool: which of the slots are committed and touched by nobody."""
         mask: npt.NDArray[np.bool_] = self.state[indexes] == _COMMITTED

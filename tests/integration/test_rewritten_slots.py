@@ -26,7 +26,7 @@ from tests.integration.daemon_process import (
 )
 
 READS_WANTED = 1_000_000
-SECONDS_LIMIT = 40.0
+SECONDS_LIMIT = 100.0
 BATCH_COUNT = 32
 ARENA_BYTES = 1 << 20
 KEYS_SHARE = 2

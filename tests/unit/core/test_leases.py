@@ -14,7 +14,7 @@ from kvservice.core.errors import (
 from kvservice.core.limits import RETRY_AFTER_MS
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.slot_pool import SlotState
-from tests.core_world import OTHER_ENGINE, SECOND_NS, World
+from tests.core_world import OTHER_ENGINE, SECOND_NS, World, places_of
 
 HIT, MISS, PENDING, DONE = ItemOutcome.HIT, ItemOutcome.MISS, ItemOutcome.PENDING, ItemOutcome.DONE
 
@@ -320,3 +320,19 @@ def test_nobody_drops_the_blocks_of_another_tenant(world, client, spaces):
     slots = client.lookup(spaces, [3], locate=True).slots
     assert world.attach("bolt").discard(slots) == 0
     assert client.outcomes(spaces, [3]) == [HIT]
+
+
+def test_one_block_is_located_as_many_are(world, client, spaces):
+    """The short way for one key answers the same, and counts as a use too."""
+    many = client.lookup(spaces, [4, 5], locate=True).slots
+    for position, number in enumerate((4, 5)):
+        answer = client.lookup(spaces, [number], locate=True)
+        assert (answer.outcomes.tolist(), answer.prefix_count, answer.lease) == ([HIT], 1, None)
+        alone, among = answer.slots, many.take(slice(position, position + 1))
+        assert places_of(alone) == places_of(among)
+        assert alone.generations.tolist() == among.generations.tolist()
+        assert alone.checksums.tolist() == among.checksums.tolist()
+    pool = world.pool()
+    newest = int(pool.indexes_of(many.segments[1:], many.granules[1:])[0])
+    assert pool.policy.newest(slice(None)) == pool.policy.newest(np.array([newest]))
+    assert client.lookup(spaces, [77], locate=True).slots is None
