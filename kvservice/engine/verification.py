@@ -8,7 +8,7 @@ import numpy as np
 
 from kvservice import native
 from kvservice.core.checksums import differing
-from kvservice.core.errors import BatchSizeError
+from kvservice.core.errors import BatchSizeError, InvalidFieldError
 from kvservice.core.events import Discard, Lookup
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.row_table import KEY_BYTES
@@ -17,7 +17,9 @@ from kvservice.engine.arena import Arena
 from kvservice.engine.coordinator import Coordinator
 
 KEYS_LIMIT = 16
-"""A call looks at the bytes on the event loop, so it may not look at many."""
+BYTES_LIMIT = 64 << 20
+"""A call looks at the bytes on the event loop, while all others wait: so many keys at most, and
+only one where the blocks of more would be larger than this."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,17 +36,21 @@ class Verifier:
 
         Raises:
             BatchSizeError: more keys than one call looks at.
+            InvalidFieldError: keys is no multiple of 32 bytes.
             KvError: the state refused the keys or the spaces.
         """
-        if len(keys) > KEYS_LIMIT * KEY_BYTES:
+        count, rest = divmod(len(keys), KEY_BYTES)
+        if rest:
+            raise InvalidFieldError(f"keys has {len(keys)} bytes, which is no multiple of {KEY_BYTES}")
+        if count > KEYS_LIMIT:
             raise BatchSizeError(
-                f"keys has {len(keys) // KEY_BYTES} items; at most {KEYS_LIMIT} are verified in one call"
+                f"keys has {count} items; at most {KEYS_LIMIT} are verified in one call: split the batch"
             )
         # One by one: a lookup says where a prefix is, and what is damaged breaks a chain anywhere.
         singles = [keys[start : start + KEY_BYTES] for start in range(0, max(len(keys), 1), KEY_BYTES)]
-        return bytes(self._verify_one(token, spaces, key) for key in singles)
+        return bytes(self._verify_one(token, spaces, key, count) for key in singles)
 
-    def _verify_one(self, token: bytes, spaces: tuple[int, ...], key: bytes) -> ItemOutcome:
+    def _verify_one(self, token: bytes, spaces: tuple[int, ...], key: bytes, count: int) -> ItemOutcome:
         answer = self._coordinator.submit(Lookup(token, spaces, key, None, is_locating=True))
         slots = answer.slots
         if slots is None or slots.checksums is None:
@@ -54,6 +60,11 @@ class Verifier:
                 [state.books.spaces.get(space).block_bytes for space in spaces], dtype=np.uint64
             )
         )
+        if count > 1 and count * int(lengths.sum()) > BYTES_LIMIT:
+            raise BatchSizeError(
+                f"keys has {count} items of {int(lengths.sum())} bytes each; at most {BYTES_LIMIT} bytes "
+                "are verified in one call, or one key: split the batch"
+            )
         sums = np.zeros(len(slots), dtype=np.uint32)
         native.checksum_blocks(self._arena.addresses(slots.segments, slots.granules), lengths, None, sums)
         if not len(differing(sums, slots.checksums)):

@@ -162,6 +162,17 @@ class ReadContract:
         engine.open()
         check_refused(BATCH_SIZE, engine.verify, range(17), says="at most 16")
         check_refused(BATCH_SIZE, engine.verify, [])
+        fields = {"space_ids": engine.spaces, "keys": key(1) + b"more"}
+        check_refused(INVALID_FIELD, engine.peer.call, Method.VERIFY, says="keys has 36 bytes", **fields)
+
+    def test_large_blocks_are_verified_one_by_one(self, peer, monkeypatch):
+        """Where all of them are more bytes than others can be made to wait for."""
+        engine = Engine(peer)
+        engine.open()
+        engine.put([1, 2])
+        monkeypatch.setattr("kvservice.engine.verification.BYTES_LIMIT", BLOCK_BYTES)
+        check_refused(BATCH_SIZE, engine.verify, [1, 2], says=f"of {BLOCK_BYTES} bytes each")
+        assert engine.verify([1]) == [HIT]
 
     def test_release_is_idempotent(self, house, peer):
         """Late, second and foreign releases are answered as data and change nothing."""

@@ -37,7 +37,8 @@ _HIT, _MISS = int(ReadOutcome.HIT), int(ReadOutcome.MISS)
 DROPPED = "the daemon drops them: put them again"
 
 VERIFIED_KEYS_LIMIT = 16
-"""Bound of `VerifyRequest.keys`."""
+VERIFIED_BYTES_LIMIT = 64 << 20
+"""Bounds of `VerifyRequest.keys`; one key always goes."""
 
 KEYS_NAMED_LIMIT = 8
 """Keys that an error spells out; the rest are counted."""
@@ -267,8 +268,9 @@ class Mover:
 
         Else they would be promised, and refused, for as long as they are asked for.
         """
-        for start in range(0, len(keys), VERIFIED_KEYS_LIMIT):
-            some = b"".join(keys[start : start + VERIFIED_KEYS_LIMIT])
+        step = max(1, min(VERIFIED_KEYS_LIMIT, VERIFIED_BYTES_LIMIT // self._key_bytes))
+        for start in range(0, len(keys), step):
+            some = b"".join(keys[start : start + step])
             request = lifecycle_service_pb2.VerifyRequest(space_ids=spaces, keys=some)
             answer_type = lifecycle_service_pb2.VerifyResponse
             await self._session.post(Method.VERIFY, request, answer_type, epoch=self._session.epoch)

@@ -143,7 +143,7 @@ class Namespace:
     async def verify(self, keys: Keys) -> LookupResult:
         """Hold stored blocks to their checksums, by the daemon; those that differ are dropped.
 
-        At most 16 keys. HIT: sound in all parts; MISS: not there, or no longer.
+        At most 16 keys, and 64 MiB unless it is one. HIT: sound in all parts; MISS: not there, or no longer.
         """
         packed = packed_keys(keys)
 

@@ -195,7 +195,8 @@ class LifecycleServiceServicer(object):
 
         Idempotent.
 
-        Errors: none besides the common ones; at most 16 keys are taken in one call.
+        Errors: none besides the common ones; at most 16 keys are taken in one call,
+        and only one where the blocks of all would be larger than 64 MiB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
