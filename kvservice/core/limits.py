@@ -7,6 +7,11 @@ from dataclasses import dataclass
 SPACES_PER_CALL_LIMIT = 256
 """Parts of one block in one call: more than the ranks of any known deployment."""
 
+VERIFIED_KEYS_LIMIT = 16
+VERIFIED_BYTES_LIMIT = 64 << 20
+"""A call of Verify looks at the bytes on the event loop, while all others wait: so many keys at
+most, and only one where the blocks of more would be larger than this."""
+
 SALT_BYTES_LIMIT = 256
 
 CLIENT_NAME_LIMIT = 128

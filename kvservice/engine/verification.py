@@ -8,18 +8,14 @@ import numpy as np
 
 from kvservice import native
 from kvservice.core.checksums import differing
-from kvservice.core.errors import BatchSizeError, InvalidFieldError
+from kvservice.core.errors import BatchSizeError
 from kvservice.core.events import Discard, Lookup
+from kvservice.core.limits import VERIFIED_BYTES_LIMIT, VERIFIED_KEYS_LIMIT
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.row_table import KEY_BYTES
 from kvservice.core.slots import U64
 from kvservice.engine.arena import Arena
 from kvservice.engine.coordinator import Coordinator
-
-KEYS_LIMIT = 16
-BYTES_LIMIT = 64 << 20
-"""A call looks at the bytes on the event loop, while all others wait: so many keys at most, and
-only one where the blocks of more would be larger than this."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,15 +35,14 @@ class Verifier:
             InvalidFieldError: keys is no multiple of 32 bytes.
             KvError: the state refused the keys or the spaces.
         """
-        count, rest = divmod(len(keys), KEY_BYTES)
-        if rest:
-            raise InvalidFieldError(f"keys has {len(keys)} bytes, which is no multiple of {KEY_BYTES}")
-        if count > KEYS_LIMIT:
+        count = self._coordinator.look(lambda state, _: state.books.keys_count(keys))
+        if count > VERIFIED_KEYS_LIMIT:
             raise BatchSizeError(
-                f"keys has {count} items; at most {KEYS_LIMIT} are verified in one call: split the batch"
+                f"keys has {count} items; at most {VERIFIED_KEYS_LIMIT} are verified in one call: "
+                "split the batch"
             )
         # One by one: a lookup says where a prefix is, and what is damaged breaks a chain anywhere.
-        singles = [keys[start : start + KEY_BYTES] for start in range(0, max(len(keys), 1), KEY_BYTES)]
+        singles = [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]
         return bytes(self._verify_one(token, spaces, key, count) for key in singles)
 
     def _verify_one(self, token: bytes, spaces: tuple[int, ...], key: bytes, count: int) -> ItemOutcome:
@@ -60,10 +55,10 @@ class Verifier:
                 [state.books.spaces.get(space).block_bytes for space in spaces], dtype=np.uint64
             )
         )
-        if count > 1 and count * int(lengths.sum()) > BYTES_LIMIT:
+        if count > 1 and count * int(lengths.sum()) > VERIFIED_BYTES_LIMIT:
             raise BatchSizeError(
-                f"keys has {count} items of {int(lengths.sum())} bytes each; at most {BYTES_LIMIT} bytes "
-                "are verified in one call, or one key: split the batch"
+                f"keys has {count} items of {int(lengths.sum())} bytes each; at most "
+                f"{VERIFIED_BYTES_LIMIT} bytes are verified in one call, or one key: split the batch"
             )
         sums = np.zeros(len(slots), dtype=np.uint32)
         native.checksum_blocks(self._arena.addresses(slots.segments, slots.granules), lengths, None, sums)

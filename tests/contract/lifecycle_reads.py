@@ -170,7 +170,7 @@ class ReadContract:
         engine = Engine(peer)
         engine.open()
         engine.put([1, 2])
-        monkeypatch.setattr("kvservice.engine.verification.BYTES_LIMIT", BLOCK_BYTES)
+        monkeypatch.setattr("kvservice.engine.verification.VERIFIED_BYTES_LIMIT", BLOCK_BYTES)
         check_refused(BATCH_SIZE, engine.verify, [1, 2], says=f"of {BLOCK_BYTES} bytes each")
         assert engine.verify([1]) == [HIT]
 

@@ -27,6 +27,7 @@ from kvservice.core.errors import (
     LeaseExpiredError,
     StaleIncarnationError,
 )
+from kvservice.core.limits import VERIFIED_BYTES_LIMIT, VERIFIED_KEYS_LIMIT
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.row_layout import ReadOutcome
 from kvservice.core.slots import U8, U32, U64, Slots
@@ -36,10 +37,6 @@ from kvservice.ports.transport import Transfer
 _HIT, _MISS = int(ReadOutcome.HIT), int(ReadOutcome.MISS)
 
 DROPPED = "the daemon drops them: put them again"
-
-VERIFIED_KEYS_LIMIT = 16
-VERIFIED_BYTES_LIMIT = 64 << 20
-"""Bounds of `VerifyRequest.keys`; one key always goes."""
 
 KEYS_NAMED_LIMIT = 8
 """Keys that an error spells out; the rest are counted."""
