@@ -23,6 +23,17 @@ answers ALREADY_...; at a thousand requests a second this is a minute."""
 RETRY_AFTER_MS = 50
 """Hint for a full arena: a few round trips, far less than a lease."""
 
+SEGMENTS_PER_CALL_LIMIT = 256
+LAYOUTS_PER_CALL_LIMIT = 256
+PIECES_LIMIT = 4096
+"""Pieces of one block: K and V of two thousand layers, far more than any model has."""
+
+WAYS_LIMIT = 8
+WAY_BYTES_LIMIT = 1024
+"""An address or key of a transport: those of UCX take 9 to 300 bytes, more with many devices."""
+
+REASON_CHARACTERS_LIMIT = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -30,6 +41,10 @@ class Limits:
 
     default_ttl_ns, max_ttl_ms: life of reservations and leases.
     heartbeat_timeout_ns: silence after which a remote session ends.
+    max_handoffs, max_engine_segments, max_layouts: of one session.
+    handoff_hold_ns: life of a handoff from its offer on, however often it is renewed.
+    operation_bound_ns: longest that one operation of a reader may still run after the
+        deadline up to which it posts operations.
     quotas_bytes: by tenant; a tenant without an entry may use the whole arena.
     """
 
@@ -42,6 +57,11 @@ class Limits:
     max_sessions: int = 1024
     max_reservations: int = 4096
     max_leases: int = 16384
+    max_handoffs: int = 4096
+    max_engine_segments: int = 1024
+    max_layouts: int = 1024
+    handoff_hold_ns: int = 120_000_000_000
+    operation_bound_ns: int = 5_000_000_000
     event_history_count: int = 65536
     segment_bytes: int = 256 << 20
     segments_count: int = 4
