@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 
 from kvservice.core.errors import InvalidFieldError
+from kvservice.transports.one_sided import EndpointSettings
 
 ENDPOINT_VARIABLE = "KVSERVICE_ENDPOINT"
 LANE_SCHEME = "unix:"
@@ -45,6 +46,8 @@ class ClientSettings:
     verify: check the CRC32C of what `get` reads.
     checksums: send the CRC32C of what `put` writes; without it `verify` finds
         nothing to check these blocks against.
+    one_sided: how this process lends memory to other engines and reads theirs; nothing
+        of it is loaded before the first handoff.
 
     Raises:
         InvalidFieldError: a value is out of its range.
@@ -59,6 +62,7 @@ class ClientSettings:
     token: str = field(default="", repr=False)
     verify: bool = True
     checksums: bool = True
+    one_sided: EndpointSettings = field(default_factory=EndpointSettings)
 
     def __post_init__(self) -> None:
         for name in ("call_timeout_s", "transfer_timeout_s", "connect_timeout_s"):

@@ -1,4 +1,4 @@
-"""What this process holds and touches: reservations, leases, and copies under them.
+"""What this process holds and touches: reservations, leases, claimed handoffs, and copies under them.
 
 The rule that this file keeps: a revocation is acknowledged only when no copy of this
 process runs under that id any more, since the daemon reuses the memory on our word.
@@ -12,8 +12,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
-from kvservice.core.errors import LeaseExpiredError, ReservationExpiredError
+from kvservice.core.errors import HandoffEndedError, KvError, LeaseExpiredError, ReservationExpiredError
 from kvservice.core.outcomes import ItemOutcome
 
 ENDED_LIMIT = 1 << 16
@@ -21,9 +22,24 @@ ENDED_LIMIT = 1 << 16
 moved by then."""
 
 
+class Kind(Enum):
+    """What an id names."""
+
+    RESERVATION = "reservation"
+    LEASE = "lease"
+    HANDOFF = "handoff"
+
+
+_ENDED: dict[Kind, tuple[type[KvError], str]] = {
+    Kind.RESERVATION: (ReservationExpiredError, "was ended, or revoked by the daemon; reserve again"),
+    Kind.LEASE: (LeaseExpiredError, "was released, or revoked by the daemon; acquire again"),
+    Kind.HANDOFF: (HandoffEndedError, "has ended; look the blocks up, or compute them"),
+}
+
+
 @dataclass(slots=True)
 class _Held:
-    is_lease: bool
+    kind: Kind
     deadline_s: float
 
 
@@ -34,6 +50,7 @@ class Beat:
     lease_ids: list[int]
     reservation_ids: list[int]
     acknowledged_ids: list[int]
+    handoff_ids: list[int]
 
 
 class Holdings:
@@ -51,10 +68,10 @@ class Holdings:
         """Return the number of ids held."""
         return len(self._held)
 
-    def add(self, capability_id: int, *, is_lease: bool, deadline_s: float) -> None:
-        """Hold a fresh reservation or lease; the heartbeats renew it from now on."""
+    def add(self, capability_id: int, kind: Kind, *, deadline_s: float) -> None:
+        """Hold what was granted just now; the heartbeats renew it from now on."""
         with self._lock:
-            self._held[capability_id] = _Held(is_lease, deadline_s)
+            self._held[capability_id] = _Held(kind, deadline_s)
 
     def discard(self, capability_id: int) -> None:
         """Hold it no more, since this process has ended it. Idempotent."""
@@ -71,22 +88,17 @@ class Holdings:
             held = self._held.get(capability_id)
             return otherwise_s if held is None else held.deadline_s
 
-    def begin_copy(self, capability_id: int, *, is_lease: bool) -> None:
+    def begin_copy(self, capability_id: int, kind: Kind) -> None:
         """Note that this process touches the memory of the id from now on.
 
         Raises:
-            LeaseExpiredError, ReservationExpiredError: it was revoked or has ended; its
-                memory must not be touched.
+            LeaseExpiredError, ReservationExpiredError, HandoffEndedError: it was revoked or has
+                ended; its memory must not be touched.
         """
         with self._lock:
             if capability_id in self._ended:
-                if is_lease:
-                    raise LeaseExpiredError(
-                        f"lease {capability_id} was released, or revoked by the daemon; acquire again"
-                    )
-                raise ReservationExpiredError(
-                    f"reservation {capability_id} was ended, or revoked by the daemon; reserve again"
-                )
+                error, why = _ENDED[kind]
+                raise error(f"{kind.value} {capability_id} {why}")
             self._copies[capability_id] = self._copies.get(capability_id, 0) + 1
 
     def end_copy(self, capability_id: int) -> None:
@@ -120,10 +132,14 @@ class Holdings:
     def beat(self) -> Beat:
         """Return what the next heartbeat has to say."""
         with self._lock:
+            ids: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+            for number, held in self._held.items():
+                ids[held.kind].append(number)
             return Beat(
-                [number for number, held in self._held.items() if held.is_lease],
-                [number for number, held in self._held.items() if not held.is_lease],
+                ids[Kind.LEASE],
+                ids[Kind.RESERVATION],
                 [number for number in self._revoked if number not in self._copies],
+                ids[Kind.HANDOFF],
             )
 
     def renewed(self, capability_ids: list[int], outcomes: bytes, deadline_s: float) -> None:

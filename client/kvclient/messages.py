@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,6 +15,11 @@ from kvclient.representation import Identity, Part, identity_message, part_messa
 from kvclient.results import Attachment, Lease, Limits, Reservation
 from kvproto.kv.v1 import block_pb2, capabilities_service_pb2, lifecycle_service_pb2, session_service_pb2
 from kvservice.core.slots import U8, Slots
+
+
+def now_s() -> float:
+    """Return CLOCK_MONOTONIC, in seconds."""
+    return time.monotonic()
 
 
 def seconds(duration: Duration) -> float:
@@ -73,13 +79,12 @@ def open_request(
 
 
 def heartbeats(
-    beat: Beat, touched: tuple[Sequence[int], Sequence[int]], *, limit: int
+    beat: Beat, touched: tuple[Sequence[int], Sequence[int]], noticed: Sequence[int], *, limit: int
 ) -> Iterator[session_service_pb2.HeartbeatRequest]:
     """Yield the messages of one beat, one at least, with at most `limit` entries in each field."""
     segments, granules = touched
-    longest = max(
-        len(beat.lease_ids), len(beat.reservation_ids), len(beat.acknowledged_ids), len(segments), 1
-    )
+    lists = (beat.lease_ids, beat.reservation_ids, beat.acknowledged_ids, beat.handoff_ids, segments, noticed)
+    longest = max(1, *(len(some) for some in lists))
     for start in range(0, longest, limit):
         chosen = slice(start, start + limit)
         yield session_service_pb2.HeartbeatRequest(
@@ -88,6 +93,8 @@ def heartbeats(
             acknowledged_ids=beat.acknowledged_ids[chosen],
             touched_segments=segments[chosen],
             touched_granules=granules[chosen],
+            handoff_ids=beat.handoff_ids[chosen],
+            noticed_handoff_ids=noticed[chosen],
         )
 
 

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvservice.core.slots import I64, U8, Slots
+from kvservice.core.block_geometry import BlockGeometry
+from kvservice.core.engine_memory import EngineSegment
+from kvservice.core.handoff_choice import HandoffChoice
+from kvservice.core.records import HandoffState
+from kvservice.core.slots import I64, U8, U32, Slots
 
-__all__ = ["Attachment", "GetResult", "Lease", "Limits", "LookupResult", "PutResult", "Reservation"]
+__all__ = [
+    "Attachment",
+    "Claim",
+    "DirectSource",
+    "GetResult",
+    "HandoffNews",
+    "HandoffOffer",
+    "Lease",
+    "LentPool",
+    "Limits",
+    "LookupResult",
+    "PutResult",
+    "ReceiveResult",
+    "Reservation",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +138,90 @@ class Attachment:
     tenant: str
     tcp_address: str
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LentPool:
+    """A pool of blocks that the daemon knows of; ends with the session, or when it is taken back.
+
+    layout_id: what offers name. segment_ids: of its memory.
+    epoch: the session of this client that it belongs to.
+    """
+
+    layout_id: int
+    segment_ids: tuple[int, ...]
+    blocks_count: int
+    block_bytes: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffOffer:
+    """Blocks that wait to be claimed.
+
+    deadline_s: by when; hold_until_s: when no claim lasts any longer. CLOCK_MONOTONIC of this host.
+    """
+
+    handoff_id: int
+    deadline_s: float
+    hold_until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffNews:
+    """What is known of a handoff.
+
+    is_released: the memory it was offered from may be used again.
+    """
+
+    handoff_id: int
+    state: HandoffState
+    is_released: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DirectSource:
+    """Where the blocks of a claimed handoff lie in the memory of the engine that offered them.
+
+    geometries: one for each part, over `segments`.
+    blocks: (keys, parts) uint32, number of each block in its geometry.
+    checksums: (keys, parts) uint32, CRC32C of each; None where none were given.
+    """
+
+    engine_incarnation: bytes
+    segments: tuple[EngineSegment, ...]
+    geometries: tuple[BlockGeometry, ...]
+    blocks: U32
+    checksums: U32 | None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A handoff that is this session's until it completes, rejects or aborts it.
+
+    keys: packed. source: if the choice is DIRECT; lease: if it is STAGED.
+    deadline_s: end by CLOCK_MONOTONIC of this host, unless renewed.
+    """
+
+    handoff_id: int
+    choice: HandoffChoice
+    reason: str
+    keys: bytes
+    source: DirectSource | None
+    lease: Lease | None
+    deadline_s: float
+    daemon_incarnation: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveResult:
+    """Blocks that have arrived and are good.
+
+    keys: packed, those received. choice, reason: the way they went.
+    """
+
+    keys: bytes
+    choice: HandoffChoice
+    reason: str
+    bytes_moved: int

@@ -22,10 +22,17 @@ SAFE_TO_RETRY = frozenset(
         Method.PURGE_NAMESPACE,
         Method.GET_CAPABILITIES,
         Method.MAP_SEGMENTS,
+        Method.UNREGISTER_SEGMENTS,
+        Method.OFFER_HANDOFF,  # found again by its request id
+        Method.CLAIM_HANDOFF,  # the claimer gets the same answer again
+        Method.COMPLETE_HANDOFF,
+        Method.REJECT_HANDOFF,
+        Method.ABORT_HANDOFF,
+        Method.GET_HANDOFF,
     }
 )
-"""Methods whose second execution changes nothing more. ACQUIRE is not among them:
-each success is another lease, and the first would be held by nobody."""
+"""Methods whose second execution changes nothing more. ACQUIRE and REGISTER_SEGMENTS are not
+among them: each success is another lease or segment, and the first would be nobody's."""
 
 BACKOFF_FIRST_S = 0.01
 """A daemon that only dropped the connection is back at once."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvservice.core.engine_memory import KnownLayout
+from kvservice.core.handoff_choice import Decision, HandoffChoice
 from kvservice.core.outcomes import ItemOutcome
-from kvservice.core.slots import U8, U64, Slots
+from kvservice.core.records import HandoffState, Notice
+from kvservice.core.slots import U8, U32, U64, Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +90,15 @@ class RenewAnswer:
 
 @dataclass(frozen=True, slots=True)
 class BeatAnswer:
-    """A renewal, and the ids whose memory this process may still touch."""
+    """A renewal, the ids whose memory this process may still touch, and news of what it offered.
+
+    handoff_outcomes: (n,) uint8 of the claimed handoffs that were to be renewed.
+    """
 
     renewal: RenewAnswer
     revoked_ids: U64
+    handoff_outcomes: U8
+    notices: tuple[Notice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +108,52 @@ class TransferAnswer:
     transfer_id: int
     slots: Slots
     block_bytes: U64
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentsAnswer:
+    """Numbers of registered segments and layouts, in the order of the request."""
+
+    segment_ids: tuple[int, ...]
+    layout_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferAnswer:
+    """A handoff that waits for its claim.
+
+    hold_ns: time after which the memory is released in any case.
+    """
+
+    handoff_id: int
+    remaining_ns: int
+    hold_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimAnswer:
+    """A claimed handoff.
+
+    keys: packed. layouts: one for each space, if it is direct; lease: if it is staged.
+    blocks, checksums: as offered, key-major.
+    """
+
+    decision: Decision
+    keys: bytes
+    engine_incarnation: bytes
+    layouts: tuple[KnownLayout, ...]
+    blocks: U32
+    checksums: U32
+    lease: LeaseAnswer | None
+    remaining_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffAnswer:
+    """What is known of a handoff."""
+
+    state: HandoffState
+    is_released: bool
+    keys_count: int
+    choice: HandoffChoice = field(default=HandoffChoice.UNDECIDED)
+    reason: str = ""

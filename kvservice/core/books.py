@@ -1,6 +1,6 @@
 """Everything that the state remembers, in one place, and who may end what.
 
-The desks (`sessions`, `reservations`, `leases`, `transfers`) share one `Books`;
+The desks (`sessions`, `reservations`, `leases`, `transfers`, `handoffs`) share one `Books`;
 each event is handled by exactly one of them, and only `KvState.handle` calls
 them.
 """
@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from kvservice.core.effects import Effect
+from kvservice.core.engine_memory import KnownLayout, KnownSegment
 from kvservice.core.errors import (
     BatchSizeError,
     InvalidFieldError,
@@ -24,11 +25,21 @@ from kvservice.core.errors import (
     StaleIncarnationError,
 )
 from kvservice.core.eviction import EvictionPolicy, UseClock
+from kvservice.core.handoff_choice import HandoffChoice
 from kvservice.core.history import History
 from kvservice.core.limits import ENDED_LIMIT, SPACES_PER_CALL_LIMIT, Limits
 from kvservice.core.namespace import Space, Spaces
 from kvservice.core.outcomes import ItemOutcome
-from kvservice.core.records import Lease, Quarantine, Reservation, Session, TransferRecord
+from kvservice.core.records import (
+    Handoff,
+    HandoffState,
+    Hold,
+    Lease,
+    Quarantine,
+    Reservation,
+    Session,
+    TransferRecord,
+)
 from kvservice.core.row_layout import ROW_DTYPE
 from kvservice.core.row_table import KEY_BYTES, Rows, RowTable, TableOperations
 from kvservice.core.slot_pool import SlotPool
@@ -101,6 +112,17 @@ class Ended:
     keys_count: int
 
 
+@dataclass(frozen=True, slots=True)
+class EndedHandoff:
+    """How a handoff ended, and in which tenant it was."""
+
+    state: HandoffState
+    reason: str
+    tenant: str
+    keys_count: int
+    choice: HandoffChoice
+
+
 class Books:
     """The tables of the state. Nothing here decides; the desks do."""
 
@@ -132,6 +154,12 @@ class Books:
         self.quarantines: dict[int, Quarantine] = {}
         self.transfers: dict[int, TransferRecord] = {}
         self.ended: OrderedDict[int, Ended] = OrderedDict()
+        self.engine_segments: dict[int, KnownSegment] = {}
+        self.layouts: dict[int, KnownLayout] = {}
+        self.handoffs: dict[int, Handoff] = {}
+        self.handoff_requests: dict[tuple[tuple[str, bytes], bytes], int] = {}
+        self.holds: dict[int, Hold] = {}
+        self.ended_handoffs: OrderedDict[int, EndedHandoff] = OrderedDict()
         self.deadlines: list[tuple[int, int]] = []
         self.free_segments: deque[int] = deque(range(limits.segments_count))
         self.last_tenant: dict[int, str] = {}
@@ -235,6 +263,12 @@ class Books:
         self.ended[handle] = ended
         if len(self.ended) > ENDED_LIMIT:
             self.ended.popitem(last=False)
+
+    def note_handoff_end(self, handoff_id: int, ended: EndedHandoff) -> None:
+        """Remember how a handoff ended, for a while."""
+        self.ended_handoffs[handoff_id] = ended
+        if len(self.ended_handoffs) > ENDED_LIMIT:
+            self.ended_handoffs.popitem(last=False)
 
     def schedule(self, deadline_ns: int, handle: int) -> None:
         """Look at `handle` again at its deadline."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvservice.core.records import Notice
+
 
 class Effect:
     """Base of all effects."""
@@ -29,6 +31,14 @@ class Revoke(Effect):
 
     token: bytes
     capability_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell(Effect):
+    """Tell a session what became of a handoff that it offered."""
+
+    token: bytes
+    notice: Notice
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,13 @@ class Reason(IntEnum):
     PEER_UNAVAILABLE = 26
     INVARIANT = 27
     INCOMPLETE_BLOCK = 28
+    HANDOFF_UNKNOWN = 29
+    HANDOFF_CLAIMED = 30
+    HANDOFF_ENDED = 31
+    NO_WAY = 32
+    REPRESENTATION_MISMATCH = 33
+    SEGMENT_UNKNOWN = 34
+    SEGMENT_IN_USE = 35
 
 
 class KvError(Exception):
@@ -228,6 +235,48 @@ class IncompleteBlockError(KvError):
     """A commit came while bytes of the reservation were still being written."""
 
     reason = Reason.INCOMPLETE_BLOCK
+
+
+class HandoffUnknownError(KvError):
+    """No such handoff was offered in this tenant, or it is forgotten."""
+
+    reason = Reason.HANDOFF_UNKNOWN
+
+
+class HandoffClaimedError(KvError):
+    """Another session has claimed the handoff."""
+
+    reason = Reason.HANDOFF_CLAIMED
+
+
+class HandoffEndedError(KvError):
+    """The handoff had ended before; what was read under it must be discarded."""
+
+    reason = Reason.HANDOFF_ENDED
+
+
+class NoWayError(KvError):
+    """The two sides have no way in common by which the blocks could go."""
+
+    reason = Reason.NO_WAY
+
+
+class RepresentationMismatchError(KvError):
+    """The reader cannot read blocks of this representation."""
+
+    reason = Reason.REPRESENTATION_MISMATCH
+
+
+class SegmentUnknownError(KvError):
+    """No such segment or layout is registered by this engine."""
+
+    reason = Reason.SEGMENT_UNKNOWN
+
+
+class SegmentInUseError(KvError):
+    """Somebody may read the segment now."""
+
+    reason = Reason.SEGMENT_IN_USE
 
 
 ERROR_BY_REASON: dict[Reason, type[KvError]] = {error.reason: error for error in KvError.__subclasses__()}

@@ -7,7 +7,7 @@ session on whose behalf the event comes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -15,15 +15,22 @@ import numpy as np
 from kvservice.core.answers import (
     AttachAnswer,
     BeatAnswer,
+    ClaimAnswer,
     CommitAnswer,
+    HandoffAnswer,
     LeaseAnswer,
     LookupAnswer,
+    OfferAnswer,
     OpenAnswer,
     RenewAnswer,
     ReserveAnswer,
+    SegmentsAnswer,
     TransferAnswer,
 )
+from kvservice.core.engine_memory import EngineLayout, EngineSegment
+from kvservice.core.handoff_choice import HandoffPolicy
 from kvservice.core.outcomes import ItemOutcome
+from kvservice.core.records import HandoffState
 from kvservice.core.representation import Identity, Part
 from kvservice.core.slots import I64, U8, U32, U64, Slots
 
@@ -154,7 +161,10 @@ class Release(Event[U8]):
 
 @dataclass(frozen=True, slots=True)
 class Beat(Event[BeatAnswer]):
-    """Heartbeat with renewals, acknowledgements and reports of use."""
+    """Heartbeat with renewals, acknowledgements and reports of use.
+
+    handoff_ids: claimed ones to renew. noticed_ids: handoffs of which there is no need to tell more.
+    """
 
     token: bytes
     lease_ids: U64
@@ -162,6 +172,8 @@ class Beat(Event[BeatAnswer]):
     acknowledged_ids: U64
     touched_segments: U32
     touched_granules: U32
+    handoff_ids: U64 = field(default_factory=lambda: NO_IDS)
+    noticed_ids: U64 = field(default_factory=lambda: NO_IDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +214,69 @@ class EndTransfer(Event[None]):
 
     transfer_id: int
     checksums: U32 | None
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterSegments(Event[SegmentsAnswer]):
+    """An engine makes memory of its own known; `layouts` index into `segments`."""
+
+    token: bytes
+    segments: tuple[EngineSegment, ...]
+    layouts: tuple[EngineLayout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnregisterSegments(Event[int]):
+    """Forget segments; answers how many there were."""
+
+    token: bytes
+    segment_ids: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(Event[OfferAnswer]):
+    """Blocks are there for another engine; see `kv.v1.OfferHandoffRequest`.
+
+    blocks, checksums: (keys * spaces,) uint32, key-major; empty for none.
+    """
+
+    token: bytes
+    request_id: bytes
+    spaces: tuple[int, ...]
+    keys: bytes
+    layout_ids: tuple[int, ...]
+    blocks: U32
+    checksums: U32
+    ttl_ns: int
+    policy: HandoffPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Claim(Event[ClaimAnswer]):
+    """An engine takes a handoff over; `transports` are those by which it reads others' memory."""
+
+    token: bytes
+    handoff_id: int
+    spaces: tuple[int, ...]
+    transports: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class EndHandoff(Event[ItemOutcome]):
+    """One side ends a handoff; `how` is COMPLETED, REJECTED or ABORTED."""
+
+    token: bytes
+    handoff_id: int
+    how: HandoffState
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LookAtHandoff(Event[HandoffAnswer]):
+    """What became of a handoff."""
+
+    token: bytes
+    handoff_id: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ def check(state: KvState) -> None:
     _check_segments(books)
     _check_pins(books)
     _check_owners(books)
+    _check_handoffs(books)
 
 
 def _check_conservation(books: Books, pool: SlotPool) -> None:
@@ -123,6 +124,7 @@ def _check_pins(books: Books) -> None:
     batches = [lease.batch for lease in books.leases.values()]
     batches += [transfer.batch for transfer in books.transfers.values()]
     batches += [quarantine.batch for quarantine in books.quarantines.values()]
+    batches += [handoff.staged for handoff in books.handoffs.values() if handoff.staged is not None]
     for batch in batches:
         for group in batch.groups:
             expected[id(group.pool)][group.indexes] += 1
@@ -150,4 +152,38 @@ def _check_owners(books: Books) -> None:
     invariant(
         len(books.leases) == books.leases_granted_count - books.leases_ended_count,
         "leases held differ from those granted less those ended",
+    )
+
+
+def _check_handoffs(books: Books) -> None:
+    """A handoff has one owner at each moment, and its memory is held while somebody may read it."""
+    for handoff in books.handoffs.values():
+        number = handoff.handoff_id
+        invariant(handoff.owner.token in books.sessions, f"handoff {number} was offered by the dead")
+        invariant(number not in books.ended_handoffs, f"handoff {number} lives and has ended")
+        claimer = handoff.claimer
+        invariant((claimer is None) == (handoff.decision is None), f"handoff {number} is half claimed")
+        invariant(claimer is None or claimer.token in books.sessions, f"handoff {number} is a dead one's")
+        invariant(claimer is None or handoff.staged is None, f"handoff {number} is pinned twice")
+        invariant(handoff.deadline_ns <= handoff.hold_until_ns, f"handoff {number} outlives its hold")
+        for layout in handoff.layouts:
+            invariant(layout.layout_id in books.layouts, f"handoff {number} is of memory that is gone")
+    for session in books.sessions.values():
+        for name, known, found in (
+            ("offers", session.offered, [h for h in books.handoffs.values() if h.owner is session]),
+            ("claims", session.claimed, [h for h in books.handoffs.values() if h.claimer is session]),
+        ):
+            invariant(known == {h.handoff_id for h in found}, f"a session's {name} differ from the books'")
+        invariant(
+            all(books.layouts[number].token == session.token for number in session.layouts)
+            and all(books.engine_segments[number].token == session.token for number in session.segments),
+            "a session's segments differ from the books'",
+        )
+    for hold in books.holds.values():
+        invariant(bool(hold.waiting), f"the memory of handoff {hold.handoff_id} is held for nobody")
+        invariant(hold.handoff_id in books.ended_handoffs, f"handoff {hold.handoff_id} is held and lives")
+    invariant(
+        sum(len(s.segments) for s in books.sessions.values()) == len(books.engine_segments)
+        and sum(len(s.layouts) for s in books.sessions.values()) == len(books.layouts),
+        "a segment or layout has no owner",
     )

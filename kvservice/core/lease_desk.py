@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvservice.core import drains
-from kvservice.core.answers import BeatAnswer, LeaseAnswer, LookupAnswer, RenewAnswer
+from kvservice.core.answers import LeaseAnswer, LookupAnswer, RenewAnswer
 from kvservice.core.batches import (
     committed_mask,
     committed_slots,
@@ -17,7 +17,7 @@ from kvservice.core.batches import (
 )
 from kvservice.core.books import Books, Ended, Tenant
 from kvservice.core.errors import LimitReachedError
-from kvservice.core.events import Acquire, Beat, Lookup, Release, Renew
+from kvservice.core.events import Acquire, Lookup, Release, Renew
 from kvservice.core.limits import RETRY_AFTER_MS
 from kvservice.core.namespace import Space
 from kvservice.core.outcomes import ItemOutcome
@@ -34,7 +34,7 @@ _ONE_HIT.flags.writeable = False
 
 
 class LeaseDesk:
-    """Handles Lookup, Acquire, Renew, Release and Beat."""
+    """Handles Lookup, Acquire, Renew and Release."""
 
     def __init__(self, books: Books) -> None:
         self._books = books
@@ -131,24 +131,26 @@ class LeaseDesk:
         books.check_batch(len(event.lease_ids), "lease_ids")
         books.check_batch(len(event.reservation_ids), "reservation_ids")
         ttl = books.ttl_ns(event.ttl_ns)
-        return self._prolong(session, event.lease_ids, event.reservation_ids, ttl, now)
+        return self.prolong(session, event.lease_ids, event.reservation_ids, ttl, now)
 
-    def beat(self, event: Beat, now: int) -> BeatAnswer:
-        """Renew, acknowledge and learn of use, in one event."""
-        books = self._books
-        session = books.session(event.token, now)
-        for name, ids in (
-            ("lease_ids", event.lease_ids),
-            ("reservation_ids", event.reservation_ids),
-            ("acknowledged_ids", event.acknowledged_ids),
-            ("touched_segments", event.touched_segments),
-        ):
-            books.check_batch(len(ids), name)
-        drains.acknowledge(books, session, event.acknowledged_ids.tolist())
-        self._touch(session, event.touched_segments, event.touched_granules)
-        ttl = books.limits.default_ttl_ns
-        renewal = self._prolong(session, event.lease_ids, event.reservation_ids, ttl, now)
-        return BeatAnswer(renewal, np.array(sorted(session.revoked), dtype=np.uint64))
+    def grant(
+        self, session: Session, batch: SlotBatch, keys_count: int, ttl_ns: int, now: int
+    ) -> LeaseAnswer:
+        """Lease slots that were found before, for `ttl_ns` from now. Raises LimitReachedError."""
+        return self._record(session, batch, keys_count, ttl_ns, now)
+
+    def describe(self, lease_id: int, now: int) -> LeaseAnswer | None:
+        """Return a lease as it was granted, with the time that it has left; None if it has ended."""
+        lease = self._books.leases.get(lease_id)
+        if lease is None:
+            return None
+        slots = describe(lease.batch, with_checksums=True)
+        return LeaseAnswer(lease.lease_id, lease.keys_count, slots, lease.deadline_ns - now)
+
+    def end_with_handoff(self, lease: Lease, waiting: set[bytes], now: int) -> None:
+        """End the lease of a handoff; `waiting` are the processes that may still read under it."""
+        outcome = ItemOutcome.ALREADY_EXPIRED if waiting else ItemOutcome.ALREADY_RELEASED
+        self._end(lease, outcome, waiting & self._books.local_processes(lease.session.engine), now)
 
     def expire(self, lease: Lease, now: int) -> None:
         """End a lease whose deadline has passed."""
@@ -187,9 +189,10 @@ class LeaseDesk:
         books.note_end(lease.lease_id, Ended(True, outcome, lease.session.engine, lease.keys_count))
         drains.disown_read(books, lease.batch, capability_id=lease.lease_id, waiting=waiting, now=now)
 
-    def _prolong(
+    def prolong(
         self, session: Session, lease_ids: U64, reservation_ids: U64, ttl_ns: int, now: int
     ) -> RenewAnswer:
+        """Renew what the session's engine holds; an outcome for each."""
         books = self._books
         deadline = now + ttl_ns
         renewed: list[int] = []
@@ -218,7 +221,7 @@ class LeaseDesk:
         ended = self._books.how_ended(handle, session.engine, is_lease=is_lease)
         return ItemOutcome.UNKNOWN if ended is None else ended.outcome
 
-    def _touch(self, session: Session, segments: U32, granules: U32) -> None:
+    def touch(self, session: Session, segments: U32, granules: U32) -> None:
         """Learn of directory reads; what names no committed slot is passed over."""
         if not len(segments) or len(segments) != len(granules):
             return

@@ -19,3 +19,5 @@ class ItemOutcome(IntEnum):
     ALREADY_EXPIRED = 8
     ALREADY_ABORTED = 9
     UNKNOWN = 10
+    ALREADY_COMPLETED = 11
+    ALREADY_REJECTED = 12

@@ -1,9 +1,12 @@
-"""The things that somebody owns: sessions, reservations, leases, transfers."""
+"""The things that somebody owns: sessions, reservations, leases, transfers, handoffs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 
+from kvservice.core.engine_memory import KnownLayout
+from kvservice.core.handoff_choice import Decision, HandoffPolicy
 from kvservice.core.slot_pool import SlotPool
 from kvservice.core.slots import I64, U32, U64, Slots
 
@@ -29,6 +32,30 @@ class SlotBatch:
     count: int
 
 
+class HandoffState(IntEnum):
+    """Where a handoff stands; the numbers of `kv.v1.HandoffState`."""
+
+    OFFERED = 1
+    CLAIMED = 2
+    COMPLETED = 3
+    REJECTED = 4
+    ABORTED = 5
+    EXPIRED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """News of a handoff for the session that offered it.
+
+    is_released: nobody can be reading the memory it was offered from any more.
+    """
+
+    handoff_id: int
+    state: HandoffState
+    is_released: bool
+    reason: str
+
+
 @dataclass(slots=True)
 class Session:
     """The liveness of one client process."""
@@ -45,6 +72,11 @@ class Session:
     reservations: set[int] = field(default_factory=set)
     leases: set[int] = field(default_factory=set)
     revoked: set[int] = field(default_factory=set)
+    segments: set[int] = field(default_factory=set)
+    layouts: set[int] = field(default_factory=set)
+    offered: set[int] = field(default_factory=set)
+    claimed: set[int] = field(default_factory=set)
+    notices: dict[int, Notice] = field(default_factory=dict)
 
     @property
     def engine(self) -> tuple[str, bytes]:
@@ -119,3 +151,50 @@ class TransferRecord:
     slot_indexes: I64
     is_write: bool
     checksums: U32 | None = None
+
+
+@dataclass(slots=True)
+class Handoff:
+    """Blocks on their way from the session that offered them to the one that claims them.
+
+    spaces: of the parts of each key. keys: packed.
+    layouts: one for each space; none where the blocks lie in the arena only.
+    blocks, checksums: (keys * spaces,) uint32, key-major; no checksums at all for none.
+    staged: the blocks in the arena, pinned until the claim or the end; None where they are not.
+    deadline_ns: by when it must be claimed, or renewed by its claimer.
+    hold_until_ns: no renewal goes beyond it.
+    """
+
+    handoff_id: int
+    owner: Session
+    request_id: bytes
+    spaces: tuple[int, ...]
+    keys: bytes
+    layouts: tuple[KnownLayout, ...]
+    blocks: U32
+    checksums: U32
+    policy: HandoffPolicy
+    staged: SlotBatch | None
+    deadline_ns: int
+    hold_until_ns: int
+    claimer: Session | None = None
+    decision: Decision | None = None
+    lease_id: int = 0
+
+
+@dataclass(slots=True)
+class Hold:
+    """A handoff that has ended while its claimer may still be reading the memory it came from.
+
+    waiting: tokens of the claimer's processes that have not acknowledged.
+    until_ns: when none of them can be reading any more, acknowledged or not: they post nothing
+        after their own deadline, and no operation takes longer than its bound.
+    """
+
+    handoff_id: int
+    owner_token: bytes
+    layouts: tuple[KnownLayout, ...]
+    waiting: set[bytes]
+    until_ns: int
+    state: HandoffState
+    reason: str

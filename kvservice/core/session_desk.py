@@ -11,6 +11,7 @@ from kvservice.core.books import Books
 from kvservice.core.effects import EndSession, NewsForTenant
 from kvservice.core.errors import BlockSizeError, DrainingError, InvalidFieldError, LimitReachedError
 from kvservice.core.events import Attach, Discard, Drain, OpenNamespace, Purge, SessionEnded
+from kvservice.core.handoff_desk import HandoffDesk
 from kvservice.core.history import FactKind
 from kvservice.core.lease_desk import LeaseDesk
 from kvservice.core.limits import (
@@ -24,6 +25,7 @@ from kvservice.core.records import Session
 from kvservice.core.removal import withdraw
 from kvservice.core.representation import Part, check_part
 from kvservice.core.reservation_desk import ReservationDesk
+from kvservice.core.segment_desk import SegmentDesk
 from kvservice.core.slot_pool import SlotState
 
 INCARNATION_BYTES = 16
@@ -33,10 +35,19 @@ NAMESPACE_BYTES = 32
 class SessionDesk:
     """Handles Attach, SessionEnded, OpenNamespace, Purge and Drain."""
 
-    def __init__(self, books: Books, reservations: ReservationDesk, leases: LeaseDesk) -> None:
+    def __init__(
+        self,
+        books: Books,
+        reservations: ReservationDesk,
+        leases: LeaseDesk,
+        handoffs: HandoffDesk,
+        segments: SegmentDesk,
+    ) -> None:
         self._books = books
         self._reservations = reservations
         self._leases = leases
+        self._handoffs = handoffs
+        self._segments = segments
 
     def attach(self, event: Attach, now: int) -> AttachAnswer:
         """Open a session, or find the one that is resumed."""
@@ -77,12 +88,18 @@ class SessionDesk:
         """End a session and all that it asked for; idempotent."""
         session = self._books.sessions.pop(event.token, None)
         if session is not None:
-            self.close(session, now)
+            self.close(session, now, is_certain=True)
 
-    def close(self, session: Session, now: int) -> None:
-        """Let go of what a session held; it is no longer among the living."""
+    def close(self, session: Session, now: int, *, is_certain: bool) -> None:
+        """Let go of what a session held; it is no longer among the living.
+
+        is_certain: its process was seen to die, or said good-bye; else it has only been silent.
+        """
         books = self._books
         books.sessions.pop(session.token, None)
+        # Before the leases: that of a claimed handoff ends with it.
+        self._handoffs.close(session, now, is_certain=is_certain)
+        self._segments.close(session, now)
         for reservation_id in sorted(session.reservations):
             self._reservations.lose(books.reservations[reservation_id], now)
         for lease_id in sorted(session.leases):

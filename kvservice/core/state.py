@@ -10,17 +10,22 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from kvservice.core import events
+from kvservice.core.beat_desk import BeatDesk
 from kvservice.core.books import ArenaMemory, Books, PolicyFactory, private_rows
 from kvservice.core.effects import Effect
 from kvservice.core.errors import invariant
 from kvservice.core.eviction import LeastRecentlyUsed
+from kvservice.core.handoff_desk import HandoffDesk
 from kvservice.core.lease_desk import LeaseDesk
 from kvservice.core.limits import Limits
+from kvservice.core.records import Session
 from kvservice.core.reservation_desk import ReservationDesk
 from kvservice.core.row_table import TableOperations
+from kvservice.core.segment_desk import SegmentDesk
 from kvservice.core.session_desk import SessionDesk
 from kvservice.core.transfer_desk import TransferDesk
 
@@ -65,8 +70,13 @@ class KvState:
         )
         self._reservations = ReservationDesk(self.books)
         self._leases = LeaseDesk(self.books)
-        self._sessions = SessionDesk(self.books, self._reservations, self._leases)
+        self._handoffs = HandoffDesk(self.books, self._leases)
+        self._segments = SegmentDesk(self.books, self._handoffs)
+        self._sessions = SessionDesk(
+            self.books, self._reservations, self._leases, self._handoffs, self._segments
+        )
         self._transfers = TransferDesk(self.books)
+        self._beats = BeatDesk(self.books, self._leases, self._handoffs)
         self._now = 0
         self._handlers: dict[type[events.Event[Any]], _Handler] = {
             events.Attach: self._sessions.attach,
@@ -79,12 +89,18 @@ class KvState:
             events.Acquire: self._leases.acquire,
             events.Renew: self._leases.renew,
             events.Release: self._leases.release,
-            events.Beat: self._leases.beat,
+            events.Beat: self._beats.beat,
             events.Reserve: self._reservations.reserve,
             events.Commit: self._reservations.commit,
             events.Abort: self._reservations.abort,
             events.BeginTransfer: self._transfers.begin,
             events.EndTransfer: self._transfers.end,
+            events.RegisterSegments: self._segments.register,
+            events.UnregisterSegments: self._segments.unregister,
+            events.Offer: self._handoffs.offer,
+            events.Claim: self._handoffs.claim,
+            events.EndHandoff: self._handoffs.end,
+            events.LookAtHandoff: self._handoffs.look,
             events.Tick: self._tick,
         }
 
@@ -127,26 +143,31 @@ class KvState:
         by_id = {session.session_id: session for session in books.sessions.values()}
         while books.deadlines and books.deadlines[0][0] <= now:
             _, handle = heapq.heappop(books.deadlines)
-            lease = books.leases.get(handle)
-            reservation = books.reservations.get(handle)
-            session = by_id.get(handle)
-            deadline: int | None
-            if lease is not None:
-                deadline = lease.deadline_ns
-                if deadline <= now:
-                    self._leases.expire(lease, now)
-                    continue
-            elif reservation is not None:
-                deadline = reservation.deadline_ns
-                if deadline <= now:
-                    self._reservations.expire(reservation, now)
-                    continue
-            elif session is not None and session.token in books.sessions:
-                deadline = self._sessions.silent_until(session)
-                if deadline is not None and deadline <= now:
-                    self._sessions.close(session, now)
-                    continue
-            else:
-                continue
+            deadline = self._end_if_due(handle, by_id.get(handle), now)
             if deadline is not None:
                 books.schedule(deadline, handle)
+
+    def _end_if_due(self, handle: int, session: Session | None, now: int) -> int | None:
+        """End what has this number if it is due; else say when it will be. None: it is no more."""
+        books = self.books
+        lease = books.leases.get(handle)
+        reservation = books.reservations.get(handle)
+        handoff, hold = books.handoffs.get(handle), books.holds.get(handle)
+        deadline: int | None = None
+        if lease is not None:
+            deadline, end = lease.deadline_ns, partial(self._leases.expire, lease, now)
+        elif reservation is not None:
+            deadline, end = reservation.deadline_ns, partial(self._reservations.expire, reservation, now)
+        elif handoff is not None:
+            deadline, end = handoff.deadline_ns, partial(self._handoffs.expire, handoff, now)
+        elif hold is not None:
+            deadline, end = hold.until_ns, partial(self._handoffs.let_go, hold)
+        elif session is not None and session.token in books.sessions:
+            deadline, end = (
+                self._sessions.silent_until(session),
+                partial(self._sessions.close, session, now, is_certain=False),
+            )
+        if deadline is None or deadline > now:
+            return deadline
+        end()
+        return None

@@ -20,6 +20,7 @@ from kvservice.core.books import COUNTER_BITS
 from kvservice.core.errors import ArenaFullError, InvariantError
 from kvservice.core.events import Drain
 from kvservice.core.limits import Limits
+from kvservice.core.records import Notice
 from kvservice.core.state import KvState
 from kvservice.daemon.config import Settings, read_server_key
 from kvservice.engine.arena import Arena
@@ -189,6 +190,12 @@ class Daemon:
 
         coordinator.on_revoke = on_loop(revoke)
 
+        def notify(token: bytes, notice: Notice) -> None:
+            lane.notify(token, notice)
+            grpc_server.notify(token, notice)
+
+        coordinator.on_notice = on_loop(notify)
+
         def session_ended(token: bytes) -> None:
             lane.session_ended(token)
             grpc_server.session_ended(token)
@@ -219,7 +226,8 @@ class Daemon:
 def _is_busy(state: KvState, now_ns: int) -> bool:
     del now_ns
     books = state.books
-    return bool(books.reservations or books.leases or books.transfers)
+    is_passing = any(handoff.claimer is not None for handoff in books.handoffs.values())
+    return bool(books.reservations or books.leases or books.transfers or is_passing)
 
 
 def limits_of(settings: Settings) -> Limits:

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvservice.core.answers import TransferAnswer
-from kvservice.core.effects import Effect, EndSession, LendSegment, NewsForTenant, Revoke
+from kvservice.core.effects import Effect, EndSession, LendSegment, NewsForTenant, Revoke, Tell
 from kvservice.core.errors import InvariantError
 from kvservice.core.events import BeginTransfer, EndTransfer, Event
 from kvservice.core.history import Fact
+from kvservice.core.records import Notice
 from kvservice.core.slots import I64, U32
 from kvservice.core.state import KvState
 from kvservice.engine.arena import Arena
@@ -42,6 +43,7 @@ class Coordinator:
         self._clock = clock
         self._lock = threading.Lock()
         self.on_revoke: Callable[[bytes, int], None] = _ignore_two
+        self.on_notice: Callable[[bytes, Notice], None] = _ignore_two
         self.on_session_end: Callable[[bytes], None] = _ignore
         self.on_news: Callable[[str], None] = _ignore
         self.on_broken: Callable[[InvariantError], None] = _ignore
@@ -85,6 +87,8 @@ class Coordinator:
                     self._arena.touch_soon(segment)
             case Revoke(token, capability_id):
                 self.on_revoke(token, capability_id)
+            case Tell(token, notice):
+                self.on_notice(token, notice)
             case EndSession(token):
                 self.on_session_end(token)
             case NewsForTenant(tenant):

@@ -32,7 +32,15 @@ class Method(IntEnum):
     GET_CAPABILITIES = 40
     MAP_SEGMENTS = 50
     """Local lane only: the answer brings file descriptors."""
+    REGISTER_SEGMENTS = 51
+    UNREGISTER_SEGMENTS = 52
     READ_SLOTS = 60
     """Tcp data plane only."""
     WRITE_SLOTS = 61
     """Tcp data plane only."""
+    OFFER_HANDOFF = 70
+    CLAIM_HANDOFF = 71
+    COMPLETE_HANDOFF = 72
+    REJECT_HANDOFF = 73
+    ABORT_HANDOFF = 74
+    GET_HANDOFF = 75

@@ -26,7 +26,8 @@ from kvservice.core.limits import Limits
 from kvservice.engine.coordinator import Coordinator
 from kvservice.engine.verification import Verifier
 from kvservice.ports.methods import Method
-from kvservice.service import mapping
+from kvservice.service import handoff_mapping, mapping
+from kvservice.service.handoff_operations import HandoffOperations
 from kvservice.service.tier_report import tier_report
 
 TOKEN_BYTES = 16
@@ -119,7 +120,10 @@ class Dispatcher:
         self, request: session_service_pb2.HeartbeatRequest, caller: Caller
     ) -> session_service_pb2.HeartbeatResponse:
         """Run one beat of a stream."""
-        return mapping.beat_response(self._submit(mapping.beat_event(caller.token, request)))
+        answer = self._submit(mapping.beat_event(caller.token, request))
+        response = mapping.beat_response(answer)
+        response.notices.extend(handoff_mapping.notice_message(notice) for notice in answer.notices)
+        return response
 
     def _table(self) -> dict[Method, Operation]:
         session, life = session_service_pb2, lifecycle_service_pb2
@@ -146,6 +150,7 @@ class Dispatcher:
                 capabilities,
                 self._capabilities,
             ),
+            *HandoffOperations(self._coordinator).rows(),
         ]
         return {
             method: Operation(

@@ -21,10 +21,12 @@ from grpc_reflection.v1alpha import reflection
 
 from kvproto.kv.v1 import event_service_pb2, session_service_pb2
 from kvservice.core.errors import KvError, SessionUnknownError
+from kvservice.core.records import Notice
 from kvservice.ports.methods import Method
 from kvservice.service.credentials import Credentials
 from kvservice.service.dispatcher import Caller, Dispatcher, Operation
 from kvservice.service.event_feed import EventFeed
+from kvservice.service.handoff_mapping import notice_message
 from kvservice.transports.frames import MAX_FRAME_BYTES, encode_error
 from kvservice.transports.status_codes import STATUS_BY_REASON
 
@@ -87,6 +89,12 @@ class GrpcServer:
         queue = self._streams.get(token)
         if queue is not None:
             _offer(queue, session_service_pb2.StreamResponse(revoked_ids=[capability_id]))
+
+    def notify(self, token: bytes, notice: Notice) -> None:
+        """Tell a session that has a stream what became of a handoff; others learn with their next beat."""
+        queue = self._streams.get(token)
+        if queue is not None:
+            _offer(queue, session_service_pb2.StreamResponse(notices=[notice_message(notice)]))
 
     def session_ended(self, token: bytes) -> None:
         """End the stream of a session that is no more."""

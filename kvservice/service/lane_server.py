@@ -20,12 +20,14 @@ from pathlib import Path
 from kvproto.kv.v1 import session_service_pb2
 from kvservice.core.errors import TenantUnknownError
 from kvservice.core.events import SessionEnded
+from kvservice.core.records import Notice
 from kvservice.engine.arena import Arena
 from kvservice.engine.coordinator import Coordinator
 from kvservice.ports.methods import Method
 from kvservice.service.credentials import Credentials
 from kvservice.service.dispatcher import Caller, Dispatcher
 from kvservice.service.event_feed import EventFeed
+from kvservice.service.handoff_mapping import notice_message
 from kvservice.service.lane_connection import LaneConnection
 from kvservice.service.local_process import peer_process
 from kvservice.transports.frames import FrameKind, encode, encode_error
@@ -104,10 +106,11 @@ class LaneServer:
 
     def revoke(self, token: bytes, capability_id: int) -> None:
         """Tell the session, if it is connected; else it learns with its next beat."""
-        connection = self._by_token.get(token)
-        if connection is not None:
-            notice = session_service_pb2.StreamResponse(revoked_ids=[capability_id])
-            connection.push(encode(FrameKind.STREAM, Method.STREAM, 0, 0, notice.SerializeToString()))
+        self._tell(token, session_service_pb2.StreamResponse(revoked_ids=[capability_id]))
+
+    def notify(self, token: bytes, notice: Notice) -> None:
+        """Tell the session what became of a handoff; one that is not connected learns with its next beat."""
+        self._tell(token, session_service_pb2.StreamResponse(notices=[notice_message(notice)]))
 
     def session_ended(self, token: bytes) -> None:
         """Forget a session; its process is no longer watched for it."""
@@ -132,6 +135,11 @@ class LaneServer:
         token = connection.caller.token
         if self._by_token.get(token) is connection:
             del self._by_token[token]
+
+    def _tell(self, token: bytes, message: session_service_pb2.StreamResponse) -> None:
+        connection = self._by_token.get(token)
+        if connection is not None:
+            connection.push(encode(FrameKind.STREAM, Method.STREAM, 0, 0, message.SerializeToString()))
 
     def _process_died(self, token: bytes) -> None:
         self.coordinator.submit(SessionEnded(token))

@@ -142,6 +142,8 @@ def beat_event(token: bytes, request: session_service_pb2.HeartbeatRequest) -> e
         u64_array(request.acknowledged_ids),
         u32_array(request.touched_segments),
         u32_array(request.touched_granules),
+        u64_array(request.handoff_ids),
+        u64_array(request.noticed_handoff_ids),
     )
 
 
@@ -152,6 +154,7 @@ def beat_response(answer: BeatAnswer) -> session_service_pb2.HeartbeatResponse:
         reservation_outcomes=answer.renewal.reservation_outcomes.tobytes(),
         remaining=duration(answer.renewal.remaining_ns),
         revoked_ids=answer.revoked_ids.tolist(),
+        handoff_outcomes=answer.handoff_outcomes.tobytes(),
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -16,6 +17,8 @@ from google.protobuf.message import Message
 from kvclient._backends.grpc_aio import GrpcConnection, GrpcStream
 from kvclient._backends.lane_aio import BegunCall, LaneConnection, LaneStream
 from kvclient.config import ClientSettings
+from kvclient.handoff_news import HandoffWatch
+from kvclient.results import HandoffNews
 from kvservice.core.errors import DeadlineError, KvError
 
 __all__ = [
@@ -29,6 +32,8 @@ __all__ = [
     "pause",
     "run_blocking",
     "run_copy",
+    "take_news",
+    "wait_news",
 ]
 
 Result = TypeVar("Result")
@@ -78,6 +83,20 @@ async def run_blocking(function: Callable[[], Result]) -> Result:
         # The cancellation is what the caller gets to see; an error of the copy is moot.
         running.exception()
         raise
+
+
+def take_news(connection: Connection | None) -> None:
+    """Deal with what has been said unasked: the event loop has done it."""
+
+
+async def wait_news(
+    connection: Connection | None,  # noqa: ARG001 - as in sync
+    watch: HandoffWatch,
+    handoff_id: int,
+    timeout_s: float,
+) -> HandoffNews | None:
+    """See HandoffWatch.wait_released."""
+    return await run_blocking(functools.partial(watch.wait_released, handoff_id, timeout_s))
 
 
 class SingleFlight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -67,6 +68,7 @@ class GrpcConnection:
         self._metadata = grpc_calls.metadata(b"", settings.token)
         self._callables: dict[Method, Any] = {}
         self._posted: set[asyncio.Task[None]] = set()
+        self._listening: asyncio.Task[None] | None = None
         self.is_open = True
 
     def bind(self, session_token: bytes) -> None:
@@ -122,9 +124,29 @@ class GrpcConnection:
         )(request, metadata=self._metadata)
         return GrpcStream(call, method)
 
+    async def listen(self, on_unasked: Callable[[bytes], None]) -> None:
+        """Take what the daemon says unasked, as a task, until the connection ends. Idempotent."""
+        if self._listening is None:
+            call: Any = self._channel.stream_stream(grpc_calls.STREAM_PATH)(metadata=self._metadata)
+            self._listening = asyncio.ensure_future(_take_unasked(call, on_unasked))
+
     async def close(self) -> None:
         """Close the channel; calls under way fail. Idempotent."""
         self.is_open = False
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.wait([self._listening])
         if self._posted:
             await asyncio.wait(self._posted, timeout=self._settings.call_timeout_s)
         await self._channel.close()
+
+
+async def _take_unasked(call: Any, on_unasked: Callable[[bytes], None]) -> None:
+    try:
+        # Read one by one: an iteration would hold the call open with no way to end it.
+        while (message := await call.read()) is not grpc.aio.EOF:
+            on_unasked(message)
+    except grpc.RpcError:
+        return  # The session or the connection ended: the next beat says which, and asks for the same.
+    finally:
+        call.cancel()

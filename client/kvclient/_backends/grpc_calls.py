@@ -6,7 +6,8 @@ lane and gRPC look the same from above.
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import Any, Self
 
 import grpc
 from google.protobuf.message import Message
@@ -32,6 +33,14 @@ PATHS = {
     Method.RENEW: "/kv.v1.LifecycleService/Renew",
     Method.RELEASE: "/kv.v1.LifecycleService/Release",
     Method.VERIFY: "/kv.v1.LifecycleService/Verify",
+    Method.REGISTER_SEGMENTS: "/kv.v1.SegmentService/RegisterSegments",
+    Method.UNREGISTER_SEGMENTS: "/kv.v1.SegmentService/UnregisterSegments",
+    Method.OFFER_HANDOFF: "/kv.v1.HandoffService/OfferHandoff",
+    Method.CLAIM_HANDOFF: "/kv.v1.HandoffService/ClaimHandoff",
+    Method.COMPLETE_HANDOFF: "/kv.v1.HandoffService/CompleteHandoff",
+    Method.REJECT_HANDOFF: "/kv.v1.HandoffService/RejectHandoff",
+    Method.ABORT_HANDOFF: "/kv.v1.HandoffService/AbortHandoff",
+    Method.GET_HANDOFF: "/kv.v1.HandoffService/GetHandoff",
     Method.LIST_TIERS: "/kv.v1.TierService/ListTiers",
     Method.PURGE_NAMESPACE: "/kv.v1.TierService/PurgeNamespace",
     Method.WATCH_EVENTS: "/kv.v1.EventService/WatchEvents",
@@ -87,3 +96,24 @@ def error_of(error: grpc.RpcError, method: Method) -> KvError:
     if code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}:
         return WireLostError(f"{text}; the daemon cannot be reached")
     return PeerUnavailableError(text)
+
+
+STREAM_PATH = "/kv.v1.SessionService/Stream"
+
+
+class Silence:
+    """Requests of a stream that is there to listen: none, until it is over. gRPC draws on its own thread."""
+
+    def __init__(self) -> None:
+        self._is_over = threading.Event()
+
+    def end(self) -> None:
+        """Let the thread that draws go. Idempotent."""
+        self._is_over.set()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> bytes:
+        self._is_over.wait()
+        raise StopIteration

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -82,6 +83,7 @@ class GrpcConnection:
         self._callables: dict[Method, Any] = {}
         self._posted_lock = threading.Condition()
         self._posted_count = 0
+        self._listening: tuple[Any, threading.Thread] | None = None
         self.is_open = True
 
     def bind(self, session_token: bytes) -> None:
@@ -126,9 +128,26 @@ class GrpcConnection:
         )(request, metadata=self._metadata)
         return GrpcStream(call, method)
 
+    def listen(self, on_unasked: Callable[[bytes], None]) -> None:
+        """Take what the daemon says unasked, on a thread, until the connection ends. Idempotent."""
+        if self._listening is not None:
+            return
+        silence = grpc_calls.Silence()
+        call: Any = self._channel.stream_stream(grpc_calls.STREAM_PATH)(silence, metadata=self._metadata)
+        call.add_callback(silence.end)
+        thread = threading.Thread(
+            target=_take_unasked, args=(call, on_unasked), name="kvclient-notices", daemon=True
+        )
+        self._listening = (call, thread)
+        thread.start()
+
     def close(self) -> None:
         """Close the channel; calls under way fail. Idempotent."""
         self.is_open = False
+        if self._listening is not None:
+            call, thread = self._listening
+            call.cancel()
+            thread.join()
         end_s = time.monotonic() + self._settings.call_timeout_s
         with self._posted_lock:
             while self._posted_count and self._posted_lock.wait(max(0.0, end_s - time.monotonic())):
@@ -149,3 +168,11 @@ class GrpcConnection:
         with self._posted_lock:
             self._posted_count -= 1
             self._posted_lock.notify_all()
+
+
+def _take_unasked(call: Any, on_unasked: Callable[[bytes], None]) -> None:
+    try:
+        for message in call:
+            on_unasked(message)
+    except grpc.RpcError:
+        return  # The session or the connection ended: the next beat says which, and asks for the same.

@@ -145,6 +145,9 @@ class LaneConnection:
             raise
         return cls(connecting, on_unasked)
 
+    async def listen(self, on_unasked: Callable[[bytes], None]) -> None:
+        """The connection itself brings what is said unasked; here there is nothing to begin."""
+
     def bind(self, session_token: bytes) -> None:
         """The connection itself is the session: nothing to carry."""
 

@@ -221,6 +221,27 @@ class LaneConnection:
                 "the connection to the daemon was lost; watch again from the last sequence"
             )
 
+    def listen(self, on_unasked: Callable[[bytes], None]) -> None:
+        """The connection itself brings what is said unasked; here there is nothing to begin."""
+
+    def hear(self, timeout_s: float) -> None:
+        """Deal with what was said unasked; waits at most so long for something to come. Never raises."""
+        if not self.is_open:
+            return
+        if timeout_s > 0:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            poll.poll(timeout_s * 1000)
+        # Who holds the lock is reading, and deals with it in our place.
+        if self._lock.acquire(blocking=False):
+            try:
+                if self.is_open:
+                    self._read_available()
+            except KvError:
+                return  # The connection is lost, which the next call finds out and mends.
+            finally:
+                self._lock.release()
+
     def close(self) -> None:
         """Close the socket; a call under way in another thread fails. Idempotent."""
         if self.is_open:

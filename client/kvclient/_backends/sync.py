@@ -17,6 +17,8 @@ from google.protobuf.message import Message
 from kvclient._backends.grpc_sync import GrpcConnection, GrpcStream
 from kvclient._backends.lane_sync import BegunCall, LaneConnection, LaneStream
 from kvclient.config import ClientSettings
+from kvclient.handoff_news import HandoffWatch
+from kvclient.results import HandoffNews
 from kvservice.core.errors import DeadlineError, KvError
 
 __all__ = [
@@ -30,6 +32,8 @@ __all__ = [
     "pause",
     "run_blocking",
     "run_copy",
+    "take_news",
+    "wait_news",
 ]
 
 Result = TypeVar("Result")
@@ -65,6 +69,34 @@ def run_copy(copy: Callable[[], Result], size_bytes: int) -> Result:  # noqa: AR
 def run_blocking(function: Callable[[], Result]) -> Result:
     """Run what takes long, here and now."""
     return function()
+
+
+NEWS_SLICE_S = 0.05
+"""Another thread may read, and take note of, what is waited for here."""
+
+
+def take_news(connection: Connection | None) -> None:
+    """Deal with what has been said unasked; waits for nothing."""
+    if isinstance(connection, LaneConnection):
+        connection.hear(0.0)
+
+
+def wait_news(
+    connection: Connection | None, watch: HandoffWatch, handoff_id: int, timeout_s: float
+) -> HandoffNews | None:
+    """See HandoffWatch.wait_released; nobody else may be there to read the lane."""
+    if not isinstance(connection, LaneConnection):
+        return watch.wait_released(handoff_id, timeout_s)
+    end_s = time.monotonic() + timeout_s
+    while not watch.is_released(handoff_id):
+        remaining_s = end_s - time.monotonic()
+        if remaining_s <= 0:
+            return None
+        if connection.is_open:
+            connection.hear(min(remaining_s, NEWS_SLICE_S))
+        else:
+            watch.wait_released(handoff_id, min(remaining_s, NEWS_SLICE_S))
+    return watch.news(handoff_id)
 
 
 class SingleFlight:

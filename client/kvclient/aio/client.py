@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from kvclient import messages
 from kvclient._backends.aio import dial
 from kvclient.aio.events import EventStream
+from kvclient.aio.handoffs import Handoffs
 from kvclient.aio.namespace import Namespace
 from kvclient.aio.session import Dial, Session
 from kvclient.config import ClientSettings
@@ -26,6 +27,7 @@ from kvservice.core.errors import StaleIncarnationError
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.slots import U8, U32
 from kvservice.ports.methods import Method
+from kvservice.ports.one_sided import OneSided
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -41,13 +43,21 @@ class KvClient:
     def __init__(self, session: Session) -> None:
         """Take an open session; callers use `connect`."""
         self._session = session
+        self.handoffs = Handoffs(session)
 
     @classmethod
-    async def connect(cls, settings: ClientSettings | str | None = None, dial: Dial = dial) -> KvClient:
+    async def connect(
+        cls,
+        settings: ClientSettings | str | None = None,
+        dial: Dial = dial,
+        endpoint: OneSided | None = None,
+    ) -> KvClient:
         """Open a session with the daemon.
 
         settings: or just the endpoint; None takes the default endpoint.
         dial: opens the connection; tests bring their own network.
+        endpoint: by which to lend and read memory, in place of the one that the settings
+            name; closed with the client.
 
         Raises:
             InvalidFieldError: the endpoint is malformed.
@@ -58,7 +68,7 @@ class KvClient:
             settings = ClientSettings()
         elif isinstance(settings, str):
             settings = ClientSettings(endpoint=settings)
-        session = Session(settings, dial)
+        session = Session(settings, dial, endpoint)
         try:
             await session.open()
         except BaseException:
@@ -77,6 +87,7 @@ class KvClient:
     async def close(self) -> None:
         """End the session: open reservations are aborted, leases released. Idempotent."""
         await self._session.close()
+        self.handoffs.close()
 
     @property
     def attachment(self) -> Attachment:

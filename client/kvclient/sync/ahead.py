@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from kvclient import messages
 from kvclient._backends.sync import BegunCall
 from kvclient.sync.session import Session
+from kvclient.holdings import Kind
 from kvclient.results import Reservation
 from kvproto.kv.v1 import lifecycle_service_pb2
 from kvservice.core.errors import KvError
@@ -71,7 +72,7 @@ class SlotsAhead:
             has_time = reservation.deadline_s - time.monotonic() >= TIME_LEFT_MIN_S
             if has_time and asked.keys_count == keys_count:
                 self._session.holdings.add(
-                    reservation.reservation_id, is_lease=False, deadline_s=reservation.deadline_s
+                    reservation.reservation_id, Kind.RESERVATION, deadline_s=reservation.deadline_s
                 )
                 return reservation
             self.give_back(reservation, epoch)

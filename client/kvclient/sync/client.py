@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from kvclient import messages
 from kvclient._backends.sync import dial
 from kvclient.sync.events import EventStream
+from kvclient.sync.handoffs import Handoffs
 from kvclient.sync.namespace import Namespace
 from kvclient.sync.session import Dial, Session
 from kvclient.config import ClientSettings
@@ -27,6 +28,7 @@ from kvservice.core.errors import StaleIncarnationError
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.slots import U8, U32
 from kvservice.ports.methods import Method
+from kvservice.ports.one_sided import OneSided
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -42,13 +44,21 @@ class KvClient:
     def __init__(self, session: Session) -> None:
         """Take an open session; callers use `connect`."""
         self._session = session
+        self.handoffs = Handoffs(session)
 
     @classmethod
-    def connect(cls, settings: ClientSettings | str | None = None, dial: Dial = dial) -> KvClient:
+    def connect(
+        cls,
+        settings: ClientSettings | str | None = None,
+        dial: Dial = dial,
+        endpoint: OneSided | None = None,
+    ) -> KvClient:
         """Open a session with the daemon.
 
         settings: or just the endpoint; None takes the default endpoint.
         dial: opens the connection; tests bring their own network.
+        endpoint: by which to lend and read memory, in place of the one that the settings
+            name; closed with the client.
 
         Raises:
             InvalidFieldError: the endpoint is malformed.
@@ -59,7 +69,7 @@ class KvClient:
             settings = ClientSettings()
         elif isinstance(settings, str):
             settings = ClientSettings(endpoint=settings)
-        session = Session(settings, dial)
+        session = Session(settings, dial, endpoint)
         try:
             session.open()
         except BaseException:
@@ -78,6 +88,7 @@ class KvClient:
     def close(self) -> None:
         """End the session: open reservations are aborted, leases released. Idempotent."""
         self._session.close()
+        self.handoffs.close()
 
     @property
     def attachment(self) -> Attachment:

@@ -15,6 +15,7 @@ from kvclient._backends.sync import DIRECT_COPY_LIMIT_BYTES, run_copy
 from kvclient.sync.session import Session
 from kvclient.buffers import BlockBuffers
 from kvclient.directory import Directory, DirectoryRead
+from kvclient.holdings import Kind
 from kvclient.keys import KEY_BYTES, taken
 from kvclient.local_memory import LocalMemory
 from kvclient.plane import Plane
@@ -90,7 +91,7 @@ class Mover:
         )
         self._map(plane, reservation.slots)
         holdings = self._session.holdings
-        holdings.begin_copy(reservation.reservation_id, is_lease=False)
+        holdings.begin_copy(reservation.reservation_id, Kind.RESERVATION)
         try:
             run_copy(functools.partial(transport.write, transfer), buffers.size_bytes)
         finally:
@@ -98,8 +99,8 @@ class Mover:
         # A deadline that passed meanwhile is no error yet: the daemon decides at the commit.
         return checksums
 
-    def read(self, lease: Lease, buffers: BlockBuffers, *, verify: bool) -> None:
-        """Copy all blocks of a lease into `buffers`.
+    def read(self, lease: Lease, buffers: BlockBuffers, *, verify: bool, first_slot: int = 0) -> None:
+        """Copy blocks of a lease into `buffers`, from `first_slot` on: all of it, by default.
 
         Raises:
             LeaseExpiredError, StaleGenerationError: discard what was read.
@@ -107,10 +108,12 @@ class Mover:
         plane = self._plane_of(lease)
         transport = plane.transport
         checksums = np.zeros(buffers.blocks_count, np.uint32) if verify else None
-        transfer = self._transfer(lease.lease_id, lease.slots, buffers, checksums)
-        self._map(plane, lease.slots)
+        chosen = slice(first_slot, first_slot + buffers.blocks_count)
+        slots = lease.slots if buffers.blocks_count == len(lease.slots) else lease.slots.take(chosen)
+        transfer = self._transfer(lease.lease_id, slots, buffers, checksums, first_slot=first_slot)
+        self._map(plane, slots)
         holdings = self._session.holdings
-        holdings.begin_copy(lease.lease_id, is_lease=True)
+        holdings.begin_copy(lease.lease_id, Kind.LEASE)
         try:
             run_copy(functools.partial(transport.read, transfer), buffers.size_bytes)
         finally:
@@ -193,7 +196,7 @@ class Mover:
 
     def begin_view(self, lease: Lease) -> None:
         """Note that this process looks at leased memory. Raises LeaseExpiredError if it was revoked."""
-        self._session.holdings.begin_copy(lease.lease_id, is_lease=True)
+        self._session.holdings.begin_copy(lease.lease_id, Kind.LEASE)
 
     def end_view(self, lease: Lease) -> None:
         """Note that it looks no more."""
@@ -295,12 +298,18 @@ class Mover:
         return answer.lease_outcomes[0] == ItemOutcome.DONE
 
     def _transfer(
-        self, capability_id: int, slots: Slots, buffers: BlockBuffers, checksums: U32 | None
+        self,
+        capability_id: int,
+        slots: Slots,
+        buffers: BlockBuffers,
+        checksums: U32 | None,
+        *,
+        first_slot: int = 0,
     ) -> Transfer:
         return Transfer(
             capability_id=capability_id,
             slots=slots,
-            slot_indexes=np.arange(len(slots)),
+            slot_indexes=np.arange(first_slot, first_slot + len(slots)),
             lengths=buffers.lengths,
             pieces=buffers.pieces,
             checksums=checksums,

@@ -18,6 +18,7 @@ from kvclient.sync.lease_view import LeaseView
 from kvclient.sync.moves import LocalBatch, Mover
 from kvclient.sync.session import Session
 from kvclient.buffers import BlockBuffers, Blocks
+from kvclient.holdings import Kind
 from kvclient.keys import KEY_BYTES, Keys, packed_keys, taken
 from kvclient.plane import Plane
 from kvclient.representation import Identity, Part
@@ -87,6 +88,10 @@ class Namespace:
                 return
         raise StaleIncarnationError("sessions end faster than a namespace can be opened; is the daemon ill?")
 
+    def handles(self) -> Opening:
+        """Return the handles that requests of the present session name it by."""
+        return self._opened()
+
     # ---- one call each
 
     def lookup(self, keys: Keys) -> LookupResult:
@@ -137,7 +142,7 @@ class Namespace:
         reservation = messages.reservation(answer, asked_s, self._session.attachment.daemon_incarnation)
         if reservation.reservation_id:
             self._session.holdings.add(
-                reservation.reservation_id, is_lease=False, deadline_s=reservation.deadline_s
+                reservation.reservation_id, Kind.RESERVATION, deadline_s=reservation.deadline_s
             )
         return reservation
 
@@ -173,7 +178,7 @@ class Namespace:
         if not answer.HasField("lease"):
             return None
         lease = messages.lease(answer.lease, asked_s, self._session.attachment.daemon_incarnation)
-        self._session.holdings.add(lease.lease_id, is_lease=True, deadline_s=lease.deadline_s)
+        self._session.holdings.add(lease.lease_id, Kind.LEASE, deadline_s=lease.deadline_s)
         return lease
 
     # ---- bytes under a capability
@@ -209,6 +214,15 @@ class Namespace:
         buffers.check(self.block_bytes, keys_count=lease.keys_count, is_target=True)
         self._mover.read(lease, buffers, verify=self._session.settings.verify)
         return buffers.size_bytes
+
+    def read_some(self, lease: Lease, into: BlockBuffers, *, first_key: int) -> int:
+        """Copy the blocks of some keys of a lease, from `first_key` on; see `read`."""
+        parts_count = len(self.parts)
+        keys_count = into.blocks_count // parts_count
+        into.check(self.block_bytes, keys_count=keys_count, is_target=True)
+        first = first_key * parts_count
+        self._mover.read(lease, into, verify=self._session.settings.verify, first_slot=first)
+        return into.size_bytes
 
     # ---- the whole way
 

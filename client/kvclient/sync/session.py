@@ -27,12 +27,16 @@ from kvclient._backends.sync import (
     Ticker,
     pause,
     run_blocking,
+    take_news,
+    wait_news,
 )
 from kvclient.config import ClientSettings
+from kvclient.handoff_news import HandoffWatch
 from kvclient.holdings import Holdings
 from kvclient.local_memory import SEGMENTS_PER_CALL, LocalMemory
+from kvclient.one_sided import LazyOneSided
 from kvclient.plane import Plane, plane_of
-from kvclient.results import Attachment
+from kvclient.results import Attachment, HandoffNews
 from kvclient.retry import SAFE_TO_RETRY, Backoff
 from kvclient.touch_ahead import TouchAhead
 from kvproto.kv.v1 import local_lane_pb2, session_service_pb2
@@ -46,6 +50,7 @@ from kvservice.core.errors import (
     StaleIncarnationError,
 )
 from kvservice.ports.methods import Method
+from kvservice.ports.one_sided import OneSided
 
 _log = logging.getLogger("kvclient")
 
@@ -60,9 +65,10 @@ class Session:
     """Made by `KvClient.connect`; `open` before use, `close` after.
 
     dial: opens a connection; the network is an argument, so tests bring their own.
+    endpoint: by which to lend and read memory, in place of the one that the settings name.
     """
 
-    def __init__(self, settings: ClientSettings, dial: Dial) -> None:
+    def __init__(self, settings: ClientSettings, dial: Dial, endpoint: OneSided | None = None) -> None:
         self.settings = settings
         self._dial = dial
         self._pid = os.getpid()
@@ -76,8 +82,11 @@ class Session:
         self._ticker = Ticker(self.beat, 1.0)
         self._touch_ahead = TouchAhead()
         self.holdings = Holdings(on_due=self._ticker.wake)
+        self.offered = HandoffWatch()
+        self.one_sided = LazyOneSided(settings.one_sided, endpoint)
         self._plane: Plane | None = None
         self.is_draining = False
+        self._is_listening = False
 
     @property
     def attachment(self) -> Attachment:
@@ -108,6 +117,7 @@ class Session:
         connection = self._connection
         if connection is not None and connection.is_open:
             self._detach(connection)
+        self.one_sided.close()
         self._abandon()
 
     def check_process(self) -> None:
@@ -193,6 +203,21 @@ class Session:
             connection = self._live()
         return connection.stream(method, request, response_type)
 
+    def listen(self) -> None:
+        """See that what the daemon says unasked comes at once, and not with the next beat."""
+        self._is_listening = True
+        connection = self._connection
+        if connection is not None and connection.is_open:
+            connection.listen(self._unasked)
+
+    def take_news(self) -> None:
+        """Deal with what the daemon has said unasked; asks and waits for nothing."""
+        take_news(self._connection)
+
+    def wait_news(self, handoff_id: int, timeout_s: float) -> HandoffNews | None:
+        """Wait for the release of a handoff that was offered; None where that takes longer."""
+        return wait_news(self._connection, self.offered, handoff_id, timeout_s)
+
     def beat(self) -> None:
         """Renew what is held, report what was read, take revocations; the ticker calls it."""
         if self._is_closed:
@@ -201,7 +226,8 @@ class Session:
         limit = attachment.limits.max_batch_keys or 1
         memory = self.plane.memory
         touched = memory.drain_touches() if memory is not None else ([], [])
-        for request in messages.heartbeats(beat, touched, limit=limit):
+        noticed = self.offered.noticed()
+        for request in messages.heartbeats(beat, touched, noticed, limit=limit):
             sent_s = time.monotonic()
             try:
                 answer = self.call(
@@ -212,7 +238,10 @@ class Session:
             deadline_s = sent_s + messages.seconds(answer.remaining)
             self.holdings.renewed(list(request.lease_ids), answer.lease_outcomes, deadline_s)
             self.holdings.renewed(list(request.reservation_ids), answer.reservation_outcomes, deadline_s)
+            self.holdings.renewed(list(request.handoff_ids), answer.handoff_outcomes, deadline_s)
             self.holdings.acknowledged(list(request.acknowledged_ids))
+            self.offered.acknowledged(request.noticed_handoff_ids)
+            self.offered.told(answer.notices)
             self.holdings.revoke(list(answer.revoked_ids))
 
     # ---- bytes
@@ -302,6 +331,8 @@ class Session:
             connection.close()
             raise
         connection.bind(answer.session_token)
+        if self._is_listening:
+            connection.listen(self._unasked)
         self._attachment = messages.attachment(answer, before)
         if before is None or self._attachment.epoch != before.epoch:
             self._begin_epoch(self._attachment)
@@ -312,6 +343,7 @@ class Session:
     def _begin_epoch(self, attachment: Attachment) -> None:
         """Drop what belonged to the session before."""
         self.holdings.clear()
+        self.offered.session_lost()
         self.is_draining = False
         before, is_local = self._plane, bool(self.settings.lane_path)
         self._plane = plane_of(attachment, is_local=is_local, touch_ahead=self._touch_ahead)
@@ -347,6 +379,7 @@ class Session:
         if notice.draining:
             self.is_draining = True
         self.holdings.revoke(list(notice.revoked_ids))
+        self.offered.told(notice.notices)
 
     def _live(self) -> Connection:
         connection = self._connection

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvclient import LeaseExpiredError, ReservationExpiredError
-from kvclient.holdings import ENDED_LIMIT, Holdings
+from kvclient.holdings import ENDED_LIMIT, Holdings, Kind
 from kvclient.touches import TOUCHES_LIMIT, Touches
 from kvservice.core.outcomes import ItemOutcome
 
@@ -23,8 +23,8 @@ class Woken:
 def test_a_beat_names_what_is_held():
     """Leases and reservations are renewed until they are let go."""
     holdings = Holdings(Woken())
-    holdings.add(1, is_lease=True, deadline_s=10.0)
-    holdings.add(2, is_lease=False, deadline_s=10.0)
+    holdings.add(1, Kind.LEASE, deadline_s=10.0)
+    holdings.add(2, Kind.RESERVATION, deadline_s=10.0)
     beat = holdings.beat()
     assert (beat.lease_ids, beat.reservation_ids, beat.acknowledged_ids) == ([1], [2], [])
     holdings.discard(1)
@@ -36,7 +36,7 @@ def test_renewing_prolongs_and_never_shortens():
     """What the daemon says has ended is held no more; the rest lives to the later deadline."""
     holdings = Holdings(Woken())
     for number in (1, 2):
-        holdings.add(number, is_lease=True, deadline_s=10.0)
+        holdings.add(number, Kind.LEASE, deadline_s=10.0)
     holdings.renewed([1, 2, 3], bytes([DONE, EXPIRED, DONE]), 20.0)
     assert holdings.deadline_s(1, 0.0) == 20.0
     assert not holdings.holds(2)
@@ -48,9 +48,9 @@ def test_a_revocation_waits_for_the_copy_under_it():
     """The daemon reuses memory on our word, so the word comes after the last copy has ended."""
     woken = Woken()
     holdings = Holdings(woken)
-    holdings.add(1, is_lease=False, deadline_s=10.0)
-    holdings.begin_copy(1, is_lease=True)
-    holdings.begin_copy(1, is_lease=True)
+    holdings.add(1, Kind.RESERVATION, deadline_s=10.0)
+    holdings.begin_copy(1, Kind.LEASE)
+    holdings.begin_copy(1, Kind.LEASE)
     holdings.revoke([1])
     assert holdings.beat().acknowledged_ids == []
     assert holdings.beat().reservation_ids == []
@@ -78,10 +78,10 @@ def test_no_copy_begins_under_what_was_revoked():
     holdings.revoke([1])
     holdings.acknowledged([1])
     with pytest.raises(LeaseExpiredError, match="lease 1 was released, or revoked"):
-        holdings.begin_copy(1, is_lease=True)
+        holdings.begin_copy(1, Kind.LEASE)
     holdings.discard(2)
     with pytest.raises(ReservationExpiredError, match="reservation 2 was ended"):
-        holdings.begin_copy(2, is_lease=False)
+        holdings.begin_copy(2, Kind.RESERVATION)
 
 
 def test_what_ended_is_remembered_within_bounds():
@@ -96,8 +96,8 @@ def test_what_ended_is_remembered_within_bounds():
 def test_a_lost_session_forgets_grants_but_not_copies():
     """Copies end by themselves; nothing is acknowledged to a daemon that never revoked it."""
     holdings = Holdings(Woken())
-    holdings.add(1, is_lease=True, deadline_s=10.0)
-    holdings.begin_copy(1, is_lease=True)
+    holdings.add(1, Kind.LEASE, deadline_s=10.0)
+    holdings.begin_copy(1, Kind.LEASE)
     holdings.revoke([1])
     holdings.clear()
     holdings.end_copy(1)

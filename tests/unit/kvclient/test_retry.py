@@ -6,6 +6,7 @@ from kvservice.ports.methods import Method
 NEVER_RETRIED = {
     Method.ACQUIRE,
     Method.DETACH,
+    Method.REGISTER_SEGMENTS,
     Method.STREAM,
     Method.WATCH_EVENTS,
     Method.READ_SLOTS,

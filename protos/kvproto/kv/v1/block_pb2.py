@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11kv/v1/block.proto\x12\x05kv.v1\"X\n\nSlotArrays\x12\x10\n\x08segments\x18\x01 \x01(\x0c\x12\x10\n\x08granules\x18\x02 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x01(\x0c*\xc8\x02\n\x0bItemOutcome\x12\x1c\n\x18ITEM_OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10ITEM_OUTCOME_HIT\x10\x01\x12\x15\n\x11ITEM_OUTCOME_MISS\x10\x02\x12\x18\n\x14ITEM_OUTCOME_PENDING\x10\x03\x12\x18\n\x14ITEM_OUTCOME_GRANTED\x10\x04\x12\"\n\x1eITEM_OUTCOME_ALREADY_COMMITTED\x10\x05\x12\x15\n\x11ITEM_OUTCOME_DONE\x10\x06\x12!\n\x1dITEM_OUTCOME_ALREADY_RELEASED\x10\x07\x12 \n\x1cITEM_OUTCOME_ALREADY_EXPIRED\x10\x08\x12 \n\x1cITEM_OUTCOME_ALREADY_ABORTED\x10\t\x12\x18\n\x14ITEM_OUTCOME_UNKNOWN\x10\nb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11kv/v1/block.proto\x12\x05kv.v1\"X\n\nSlotArrays\x12\x10\n\x08segments\x18\x01 \x01(\x0c\x12\x10\n\x08granules\x18\x02 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x01(\x0c*\x8f\x03\n\x0bItemOutcome\x12\x1c\n\x18ITEM_OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10ITEM_OUTCOME_HIT\x10\x01\x12\x15\n\x11ITEM_OUTCOME_MISS\x10\x02\x12\x18\n\x14ITEM_OUTCOME_PENDING\x10\x03\x12\x18\n\x14ITEM_OUTCOME_GRANTED\x10\x04\x12\"\n\x1eITEM_OUTCOME_ALREADY_COMMITTED\x10\x05\x12\x15\n\x11ITEM_OUTCOME_DONE\x10\x06\x12!\n\x1dITEM_OUTCOME_ALREADY_RELEASED\x10\x07\x12 \n\x1cITEM_OUTCOME_ALREADY_EXPIRED\x10\x08\x12 \n\x1cITEM_OUTCOME_ALREADY_ABORTED\x10\t\x12\x18\n\x14ITEM_OUTCOME_UNKNOWN\x10\n\x12\"\n\x1eITEM_OUTCOME_ALREADY_COMPLETED\x10\x0b\x12!\n\x1dITEM_OUTCOME_ALREADY_REJECTED\x10\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,7 +33,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kv.v1.block_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ITEMOUTCOME']._serialized_start=119
-  _globals['_ITEMOUTCOME']._serialized_end=447
+  _globals['_ITEMOUTCOME']._serialized_end=518
   _globals['_SLOTARRAYS']._serialized_start=28
   _globals['_SLOTARRAYS']._serialized_end=116
 # @@protoc_insertion_point(module_scope)

@@ -19,6 +19,8 @@ class ItemOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ITEM_OUTCOME_ALREADY_EXPIRED: _ClassVar[ItemOutcome]
     ITEM_OUTCOME_ALREADY_ABORTED: _ClassVar[ItemOutcome]
     ITEM_OUTCOME_UNKNOWN: _ClassVar[ItemOutcome]
+    ITEM_OUTCOME_ALREADY_COMPLETED: _ClassVar[ItemOutcome]
+    ITEM_OUTCOME_ALREADY_REJECTED: _ClassVar[ItemOutcome]
 ITEM_OUTCOME_UNSPECIFIED: ItemOutcome
 ITEM_OUTCOME_HIT: ItemOutcome
 ITEM_OUTCOME_MISS: ItemOutcome
@@ -30,6 +32,8 @@ ITEM_OUTCOME_ALREADY_RELEASED: ItemOutcome
 ITEM_OUTCOME_ALREADY_EXPIRED: ItemOutcome
 ITEM_OUTCOME_ALREADY_ABORTED: ItemOutcome
 ITEM_OUTCOME_UNKNOWN: ItemOutcome
+ITEM_OUTCOME_ALREADY_COMPLETED: ItemOutcome
+ITEM_OUTCOME_ALREADY_REJECTED: ItemOutcome
 
 class SlotArrays(_message.Message):
     __slots__ = ("segments", "granules", "generations", "checksums")

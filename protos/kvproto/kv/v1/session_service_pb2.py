@@ -25,36 +25,37 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from kvproto.kv.v1 import capabilities_service_pb2 as kv_dot_v1_dot_capabilities__service__pb2
+from kvproto.kv.v1 import handoff_service_pb2 as kv_dot_v1_dot_handoff__service__pb2
 from kvproto.kv.v1 import representation_pb2 as kv_dot_v1_dot_representation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkv/v1/session_service.proto\x12\x05kv.v1\x1a\x1egoogle/protobuf/duration.proto\x1a kv/v1/capabilities_service.proto\x1a\x1akv/v1/representation.proto\"V\n\rAttachRequest\x12\x1a\n\x12\x65ngine_incarnation\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x14\n\x0cresume_token\x18\x03 \x01(\x0c\"\xc3\x02\n\x0e\x41ttachResponse\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nsession_id\x18\x02 \x01(\x04\x12\x1a\n\x12\x64\x61\x65mon_incarnation\x18\x03 \x01(\x0c\x12\x0f\n\x07resumed\x18\x04 \x01(\x08\x12,\n\tlease_ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0erenew_interval\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\x11heartbeat_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1d\n\x06limits\x18\x08 \x01(\x0b\x32\r.kv.v1.Limits\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x13\n\x0btcp_address\x18\n \x01(\t\"\x0f\n\rDetachRequest\"\x10\n\x0e\x44\x65tachResponse\"c\n\x14OpenNamespaceRequest\x12!\n\x08identity\x18\x01 \x01(\x0b\x32\x0f.kv.v1.Identity\x12\x0c\n\x04salt\x18\x02 \x01(\x0c\x12\x1a\n\x05parts\x18\x03 \x03(\x0b\x32\x0b.kv.v1.Part\"p\n\x15OpenNamespaceResponse\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x11\n\tspace_ids\x18\x02 \x03(\r\x12\x17\n\x0fidentity_digest\x18\x03 \x01(\x0c\x12\x15\n\rshape_digests\x18\x04 \x03(\x0c\"\x8c\x01\n\x10HeartbeatRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\x17\n\x0freservation_ids\x18\x02 \x03(\x04\x12\x18\n\x10\x61\x63knowledged_ids\x18\x03 \x03(\x04\x12\x18\n\x10touched_segments\x18\x04 \x03(\r\x12\x18\n\x10touched_granules\x18\x05 \x03(\r\"\x8c\x01\n\x11HeartbeatResponse\x12\x16\n\x0elease_outcomes\x18\x01 \x01(\x0c\x12\x1c\n\x14reservation_outcomes\x18\x02 \x01(\x0c\x12,\n\tremaining\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0brevoked_ids\x18\x04 \x03(\x04\";\n\rStreamRequest\x12*\n\theartbeat\x18\x01 \x01(\x0b\x32\x17.kv.v1.HeartbeatRequest\"d\n\x0eStreamResponse\x12+\n\theartbeat\x18\x01 \x01(\x0b\x32\x18.kv.v1.HeartbeatResponse\x12\x13\n\x0brevoked_ids\x18\x02 \x03(\x04\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x32\xc5\x02\n\x0eSessionService\x12\x35\n\x06\x41ttach\x12\x14.kv.v1.AttachRequest\x1a\x15.kv.v1.AttachResponse\x12\x35\n\x06\x44\x65tach\x12\x14.kv.v1.DetachRequest\x1a\x15.kv.v1.DetachResponse\x12J\n\rOpenNamespace\x12\x1b.kv.v1.OpenNamespaceRequest\x1a\x1c.kv.v1.OpenNamespaceResponse\x12>\n\tHeartbeat\x12\x17.kv.v1.HeartbeatRequest\x1a\x18.kv.v1.HeartbeatResponse\x12\x39\n\x06Stream\x12\x14.kv.v1.StreamRequest\x1a\x15.kv.v1.StreamResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkv/v1/session_service.proto\x12\x05kv.v1\x1a\x1egoogle/protobuf/duration.proto\x1a kv/v1/capabilities_service.proto\x1a\x1bkv/v1/handoff_service.proto\x1a\x1akv/v1/representation.proto\"V\n\rAttachRequest\x12\x1a\n\x12\x65ngine_incarnation\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x14\n\x0cresume_token\x18\x03 \x01(\x0c\"\xc3\x02\n\x0e\x41ttachResponse\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nsession_id\x18\x02 \x01(\x04\x12\x1a\n\x12\x64\x61\x65mon_incarnation\x18\x03 \x01(\x0c\x12\x0f\n\x07resumed\x18\x04 \x01(\x08\x12,\n\tlease_ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0erenew_interval\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\x11heartbeat_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1d\n\x06limits\x18\x08 \x01(\x0b\x32\r.kv.v1.Limits\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x13\n\x0btcp_address\x18\n \x01(\t\"\x0f\n\rDetachRequest\"\x10\n\x0e\x44\x65tachResponse\"c\n\x14OpenNamespaceRequest\x12!\n\x08identity\x18\x01 \x01(\x0b\x32\x0f.kv.v1.Identity\x12\x0c\n\x04salt\x18\x02 \x01(\x0c\x12\x1a\n\x05parts\x18\x03 \x03(\x0b\x32\x0b.kv.v1.Part\"p\n\x15OpenNamespaceResponse\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x11\n\tspace_ids\x18\x02 \x03(\r\x12\x17\n\x0fidentity_digest\x18\x03 \x01(\x0c\x12\x15\n\rshape_digests\x18\x04 \x03(\x0c\"\xbe\x01\n\x10HeartbeatRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\x17\n\x0freservation_ids\x18\x02 \x03(\x04\x12\x18\n\x10\x61\x63knowledged_ids\x18\x03 \x03(\x04\x12\x18\n\x10touched_segments\x18\x04 \x03(\r\x12\x18\n\x10touched_granules\x18\x05 \x03(\r\x12\x13\n\x0bhandoff_ids\x18\x06 \x03(\x04\x12\x1b\n\x13noticed_handoff_ids\x18\x07 \x03(\x04\"\xcd\x01\n\x11HeartbeatResponse\x12\x16\n\x0elease_outcomes\x18\x01 \x01(\x0c\x12\x1c\n\x14reservation_outcomes\x18\x02 \x01(\x0c\x12,\n\tremaining\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0brevoked_ids\x18\x04 \x03(\x04\x12\x18\n\x10handoff_outcomes\x18\x05 \x01(\x0c\x12%\n\x07notices\x18\x06 \x03(\x0b\x32\x14.kv.v1.HandoffNotice\";\n\rStreamRequest\x12*\n\theartbeat\x18\x01 \x01(\x0b\x32\x17.kv.v1.HeartbeatRequest\"\x8b\x01\n\x0eStreamResponse\x12+\n\theartbeat\x18\x01 \x01(\x0b\x32\x18.kv.v1.HeartbeatResponse\x12\x13\n\x0brevoked_ids\x18\x02 \x03(\x04\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12%\n\x07notices\x18\x04 \x03(\x0b\x32\x14.kv.v1.HandoffNotice2\xc5\x02\n\x0eSessionService\x12\x35\n\x06\x41ttach\x12\x14.kv.v1.AttachRequest\x1a\x15.kv.v1.AttachResponse\x12\x35\n\x06\x44\x65tach\x12\x14.kv.v1.DetachRequest\x1a\x15.kv.v1.DetachResponse\x12J\n\rOpenNamespace\x12\x1b.kv.v1.OpenNamespaceRequest\x1a\x1c.kv.v1.OpenNamespaceResponse\x12>\n\tHeartbeat\x12\x17.kv.v1.HeartbeatRequest\x1a\x18.kv.v1.HeartbeatResponse\x12\x39\n\x06Stream\x12\x14.kv.v1.StreamRequest\x1a\x15.kv.v1.StreamResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kv.v1.session_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ATTACHREQUEST']._serialized_start=132
-  _globals['_ATTACHREQUEST']._serialized_end=218
-  _globals['_ATTACHRESPONSE']._serialized_start=221
-  _globals['_ATTACHRESPONSE']._serialized_end=544
-  _globals['_DETACHREQUEST']._serialized_start=546
-  _globals['_DETACHREQUEST']._serialized_end=561
-  _globals['_DETACHRESPONSE']._serialized_start=563
-  _globals['_DETACHRESPONSE']._serialized_end=579
-  _globals['_OPENNAMESPACEREQUEST']._serialized_start=581
-  _globals['_OPENNAMESPACEREQUEST']._serialized_end=680
-  _globals['_OPENNAMESPACERESPONSE']._serialized_start=682
-  _globals['_OPENNAMESPACERESPONSE']._serialized_end=794
-  _globals['_HEARTBEATREQUEST']._serialized_start=797
-  _globals['_HEARTBEATREQUEST']._serialized_end=937
-  _globals['_HEARTBEATRESPONSE']._serialized_start=940
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1080
-  _globals['_STREAMREQUEST']._serialized_start=1082
-  _globals['_STREAMREQUEST']._serialized_end=1141
-  _globals['_STREAMRESPONSE']._serialized_start=1143
-  _globals['_STREAMRESPONSE']._serialized_end=1243
-  _globals['_SESSIONSERVICE']._serialized_start=1246
-  _globals['_SESSIONSERVICE']._serialized_end=1571
+  _globals['_ATTACHREQUEST']._serialized_start=161
+  _globals['_ATTACHREQUEST']._serialized_end=247
+  _globals['_ATTACHRESPONSE']._serialized_start=250
+  _globals['_ATTACHRESPONSE']._serialized_end=573
+  _globals['_DETACHREQUEST']._serialized_start=575
+  _globals['_DETACHREQUEST']._serialized_end=590
+  _globals['_DETACHRESPONSE']._serialized_start=592
+  _globals['_DETACHRESPONSE']._serialized_end=608
+  _globals['_OPENNAMESPACEREQUEST']._serialized_start=610
+  _globals['_OPENNAMESPACEREQUEST']._serialized_end=709
+  _globals['_OPENNAMESPACERESPONSE']._serialized_start=711
+  _globals['_OPENNAMESPACERESPONSE']._serialized_end=823
+  _globals['_HEARTBEATREQUEST']._serialized_start=826
+  _globals['_HEARTBEATREQUEST']._serialized_end=1016
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1019
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1224
+  _globals['_STREAMREQUEST']._serialized_start=1226
+  _globals['_STREAMREQUEST']._serialized_end=1285
+  _globals['_STREAMRESPONSE']._serialized_start=1288
+  _globals['_STREAMRESPONSE']._serialized_end=1427
+  _globals['_SESSIONSERVICE']._serialized_start=1430
+  _globals['_SESSIONSERVICE']._serialized_end=1755
 # @@protoc_insertion_point(module_scope)

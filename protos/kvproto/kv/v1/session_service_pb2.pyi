@@ -3,6 +3,7 @@ import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
 from kvproto.kv.v1 import capabilities_service_pb2 as _capabilities_service_pb2
+from kvproto.kv.v1 import handoff_service_pb2 as _handoff_service_pb2
 from kvproto.kv.v1 import representation_pb2 as _representation_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -77,30 +78,38 @@ class OpenNamespaceResponse(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ..., space_ids: _Optional[_Iterable[int]] = ..., identity_digest: _Optional[bytes] = ..., shape_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("lease_ids", "reservation_ids", "acknowledged_ids", "touched_segments", "touched_granules")
+    __slots__ = ("lease_ids", "reservation_ids", "acknowledged_ids", "touched_segments", "touched_granules", "handoff_ids", "noticed_handoff_ids")
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_IDS_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGED_IDS_FIELD_NUMBER: _ClassVar[int]
     TOUCHED_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     TOUCHED_GRANULES_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_IDS_FIELD_NUMBER: _ClassVar[int]
+    NOTICED_HANDOFF_IDS_FIELD_NUMBER: _ClassVar[int]
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
     reservation_ids: _containers.RepeatedScalarFieldContainer[int]
     acknowledged_ids: _containers.RepeatedScalarFieldContainer[int]
     touched_segments: _containers.RepeatedScalarFieldContainer[int]
     touched_granules: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ..., reservation_ids: _Optional[_Iterable[int]] = ..., acknowledged_ids: _Optional[_Iterable[int]] = ..., touched_segments: _Optional[_Iterable[int]] = ..., touched_granules: _Optional[_Iterable[int]] = ...) -> None: ...
+    handoff_ids: _containers.RepeatedScalarFieldContainer[int]
+    noticed_handoff_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ..., reservation_ids: _Optional[_Iterable[int]] = ..., acknowledged_ids: _Optional[_Iterable[int]] = ..., touched_segments: _Optional[_Iterable[int]] = ..., touched_granules: _Optional[_Iterable[int]] = ..., handoff_ids: _Optional[_Iterable[int]] = ..., noticed_handoff_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("lease_outcomes", "reservation_outcomes", "remaining", "revoked_ids")
+    __slots__ = ("lease_outcomes", "reservation_outcomes", "remaining", "revoked_ids", "handoff_outcomes", "notices")
     LEASE_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     REMAINING_FIELD_NUMBER: _ClassVar[int]
     REVOKED_IDS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
     lease_outcomes: bytes
     reservation_outcomes: bytes
     remaining: _duration_pb2.Duration
     revoked_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, lease_outcomes: _Optional[bytes] = ..., reservation_outcomes: _Optional[bytes] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., revoked_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    handoff_outcomes: bytes
+    notices: _containers.RepeatedCompositeFieldContainer[_handoff_service_pb2.HandoffNotice]
+    def __init__(self, lease_outcomes: _Optional[bytes] = ..., reservation_outcomes: _Optional[bytes] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., revoked_ids: _Optional[_Iterable[int]] = ..., handoff_outcomes: _Optional[bytes] = ..., notices: _Optional[_Iterable[_Union[_handoff_service_pb2.HandoffNotice, _Mapping]]] = ...) -> None: ...
 
 class StreamRequest(_message.Message):
     __slots__ = ("heartbeat",)
@@ -109,11 +118,13 @@ class StreamRequest(_message.Message):
     def __init__(self, heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ...) -> None: ...
 
 class StreamResponse(_message.Message):
-    __slots__ = ("heartbeat", "revoked_ids", "draining")
+    __slots__ = ("heartbeat", "revoked_ids", "draining", "notices")
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     REVOKED_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
     heartbeat: HeartbeatResponse
     revoked_ids: _containers.RepeatedScalarFieldContainer[int]
     draining: bool
-    def __init__(self, heartbeat: _Optional[_Union[HeartbeatResponse, _Mapping]] = ..., revoked_ids: _Optional[_Iterable[int]] = ..., draining: bool = ...) -> None: ...
+    notices: _containers.RepeatedCompositeFieldContainer[_handoff_service_pb2.HandoffNotice]
+    def __init__(self, heartbeat: _Optional[_Union[HeartbeatResponse, _Mapping]] = ..., revoked_ids: _Optional[_Iterable[int]] = ..., draining: bool = ..., notices: _Optional[_Iterable[_Union[_handoff_service_pb2.HandoffNotice, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,185 @@
+"""Messages of segments and handoffs to events, and answers to messages."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvproto.kv.v1 import handoff_service_pb2, segment_service_pb2
+from kvservice.core import events
+from kvservice.core.answers import ClaimAnswer, HandoffAnswer, OfferAnswer, SegmentsAnswer
+from kvservice.core.engine_memory import EngineLayout, EngineSegment, KnownLayout, MemoryKind, SegmentWay
+from kvservice.core.errors import InvalidFieldError
+from kvservice.core.handoff_choice import HandoffPolicy
+from kvservice.core.records import HandoffState, Notice
+from kvservice.core.slots import U32, U64
+from kvservice.service.mapping import duration, lease_message, packed_u32, ttl_ns, u64_array
+
+
+def register_event(
+    token: bytes, request: segment_service_pb2.RegisterSegmentsRequest
+) -> events.RegisterSegments:
+    """RegisterSegmentsRequest to event; raises InvalidFieldError."""
+    return events.RegisterSegments(
+        token,
+        tuple(_segment_of(segment) for segment in request.segments),
+        tuple(_layout_of(layout) for layout in request.layouts),
+    )
+
+
+def register_response(answer: SegmentsAnswer) -> segment_service_pb2.RegisterSegmentsResponse:
+    """Answer to RegisterSegmentsResponse."""
+    return segment_service_pb2.RegisterSegmentsResponse(
+        segment_ids=answer.segment_ids, layout_ids=answer.layout_ids
+    )
+
+
+def unregister_event(
+    token: bytes, request: segment_service_pb2.UnregisterSegmentsRequest
+) -> events.UnregisterSegments:
+    """UnregisterSegmentsRequest to event."""
+    return events.UnregisterSegments(token, u64_array(request.segment_ids))
+
+
+def offer_event(token: bytes, request: handoff_service_pb2.OfferHandoffRequest) -> events.Offer:
+    """OfferHandoffRequest to event; raises InvalidFieldError."""
+    return events.Offer(
+        token,
+        request.request_id,
+        tuple(request.space_ids),
+        request.keys,
+        tuple(request.layout_ids),
+        packed_u32(request.blocks, "blocks"),
+        packed_u32(request.checksums, "checksums"),
+        ttl_ns(request, "ttl"),
+        _policy_of(request.policy),
+    )
+
+
+def offer_response(answer: OfferAnswer) -> handoff_service_pb2.OfferHandoffResponse:
+    """Answer to OfferHandoffResponse."""
+    return handoff_service_pb2.OfferHandoffResponse(
+        handoff_id=answer.handoff_id,
+        remaining=duration(answer.remaining_ns),
+        hold=duration(answer.hold_ns),
+    )
+
+
+def claim_event(token: bytes, request: handoff_service_pb2.ClaimHandoffRequest) -> events.Claim:
+    """ClaimHandoffRequest to event."""
+    return events.Claim(token, request.handoff_id, tuple(request.space_ids), frozenset(request.transports))
+
+
+def claim_response(answer: ClaimAnswer) -> handoff_service_pb2.ClaimHandoffResponse:
+    """Answer to ClaimHandoffResponse."""
+    return handoff_service_pb2.ClaimHandoffResponse(
+        choice=int(answer.decision.choice),  # type: ignore[arg-type]
+        reason=answer.decision.reason,
+        keys=answer.keys,
+        direct=_direct_source(answer) if answer.layouts else None,
+        lease=None if answer.lease is None else lease_message(answer.lease),
+        remaining=duration(answer.remaining_ns),
+    )
+
+
+def handoff_response(answer: HandoffAnswer) -> handoff_service_pb2.GetHandoffResponse:
+    """Answer to GetHandoffResponse."""
+    return handoff_service_pb2.GetHandoffResponse(
+        state=_state_name(answer.state),
+        is_released=answer.is_released,
+        choice=int(answer.choice),  # type: ignore[arg-type]
+        reason=answer.reason,
+        keys_count=answer.keys_count,
+    )
+
+
+def notice_message(notice: Notice) -> handoff_service_pb2.HandoffNotice:
+    """News of a handoff to message."""
+    return handoff_service_pb2.HandoffNotice(
+        handoff_id=notice.handoff_id,
+        state=_state_name(notice.state),
+        is_released=notice.is_released,
+        reason=notice.reason,
+    )
+
+
+def _state_name(state: HandoffState) -> handoff_service_pb2.HandoffState:
+    return int(state)  # type: ignore[return-value]
+
+
+def _policy_of(value: int) -> HandoffPolicy:
+    try:
+        return HandoffPolicy(value)
+    except ValueError:
+        known = [policy.value for policy in HandoffPolicy]
+        raise InvalidFieldError(f"policy is {value}; this daemon knows {known}") from None
+
+
+def _segment_of(message: segment_service_pb2.EngineSegment) -> EngineSegment:
+    try:
+        kind = MemoryKind(message.memory_kind)
+    except ValueError:
+        raise InvalidFieldError(
+            f"segments.memory_kind is {message.memory_kind}; it is 1 (host) or 2 (CUDA)"
+        ) from None
+    ways = tuple(SegmentWay(way.transport, way.address, way.key) for way in message.ways)
+    return EngineSegment(message.base_address, message.size_bytes, kind, ways)
+
+
+def _layout_of(message: segment_service_pb2.BlockLayout) -> EngineLayout:
+    return EngineLayout(
+        packed_u32(message.piece_segments, "layouts.piece_segments"),
+        packed_u64(message.piece_offsets_bytes, "layouts.piece_offsets_bytes"),
+        packed_u64(message.piece_strides_bytes, "layouts.piece_strides_bytes"),
+        packed_u64(message.piece_lengths_bytes, "layouts.piece_lengths_bytes"),
+        message.blocks_count,
+    )
+
+
+def packed_u64(packed: bytes, field: str) -> U64:
+    """Bytes of little-endian u64 to (n,) uint64."""
+    if len(packed) % 8:
+        raise InvalidFieldError(f"{field} has {len(packed)} bytes, which is no multiple of 8")
+    return np.frombuffer(packed, dtype=np.uint64)
+
+
+def _direct_source(answer: ClaimAnswer) -> handoff_service_pb2.DirectSource:
+    """Name each segment once, although many layouts lie in it."""
+    source = handoff_service_pb2.DirectSource(
+        engine_incarnation=answer.engine_incarnation,
+        blocks=answer.blocks.tobytes(),
+        checksums=answer.checksums.tobytes(),
+    )
+    places: dict[int, int] = {}
+    for known in answer.layouts:
+        for index in np.unique(known.layout.segments).tolist():
+            segment = known.segments[index]
+            if segment.segment_id not in places:
+                places[segment.segment_id] = len(places)
+                source.segment_ids.append(segment.segment_id)
+                _add_segment(source, segment.segment)
+        source.layouts.append(_layout_message(known, places))
+    return source
+
+
+def _add_segment(source: handoff_service_pb2.DirectSource, segment: EngineSegment) -> None:
+    message = source.segments.add(
+        base_address=segment.base_address,
+        size_bytes=segment.size_bytes,
+        memory_kind=int(segment.memory_kind),
+    )
+    for way in segment.ways:
+        message.ways.add(transport=way.transport, address=way.address, key=way.key)
+
+
+def _layout_message(known: KnownLayout, places: dict[int, int]) -> segment_service_pb2.BlockLayout:
+    layout = known.layout
+    moved: U32 = np.array(
+        [places[known.segments[index].segment_id] for index in layout.segments.tolist()], dtype=np.uint32
+    )
+    return segment_service_pb2.BlockLayout(
+        piece_segments=moved.tobytes(),
+        piece_offsets_bytes=layout.offsets.tobytes(),
+        piece_strides_bytes=layout.strides.tobytes(),
+        piece_lengths_bytes=layout.lengths.tobytes(),
+        blocks_count=layout.blocks_count,
+    )
