@@ -122,6 +122,12 @@ class LeaseSettings:
     max_ttl_ms: int = _setting(
         60_000, units.integers(100, 86_400_000), "longest life that may be asked for; at least ttl_ms"
     )
+    handoff_hold_ms: int = _setting(
+        120_000, units.integers(100, 86_400_000), "longest life of a handoff, however often it is renewed"
+    )
+    operation_bound_ms: int = _setting(
+        5000, units.integers(1, 600_000), "longest that one read of another engine's memory may take"
+    )
 
     def __post_init__(self) -> None:
         """Check every field by itself and against the others."""
@@ -132,6 +138,8 @@ class LeaseSettings:
             _refuse(self, "lease", "heartbeat_timeout_ms", "renew_interval_ms", "more than")
         if self.max_ttl_ms < self.ttl_ms:
             _refuse(self, "lease", "max_ttl_ms", "ttl_ms", "at least")
+        if self.handoff_hold_ms < self.ttl_ms:
+            _refuse(self, "lease", "handoff_hold_ms", "ttl_ms", "at least")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +152,12 @@ class LimitsSettings:
         4096, units.integers(1, 2**20), "open reservations of a session"
     )
     max_leases_per_session: int = _setting(16_384, units.integers(1, 2**20), "leases of a session")
+    max_handoffs_per_session: int = _setting(
+        4096, units.integers(1, 2**20), "handoffs that a session has on offer at once"
+    )
+    max_segments_per_session: int = _setting(
+        1024, units.integers(1, 2**16), "segments, and layouts in them, that a session lends"
+    )
     event_history: int = _setting(65_536, units.integers(1, 2**24), "events kept for watchers that come back")
     max_tcp_connections: int = _setting(256, units.integers(1, 65_536), "connections of the tcp data plane")
 

@@ -132,7 +132,7 @@ class GrpcConnection:
         """Take what the daemon says unasked, on a thread, until the connection ends. Idempotent."""
         if self._listening is not None:
             return
-        silence = grpc_calls.Silence()
+        silence: Any = grpc_calls.Silence()
         call: Any = self._channel.stream_stream(grpc_calls.STREAM_PATH)(silence, metadata=self._metadata)
         call.add_callback(silence.end)
         thread = threading.Thread(

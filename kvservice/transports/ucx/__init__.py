@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from kvservice.core.errors import NoWayError
-from kvservice.ports.one_sided import OneSided
+from kvservice.native import ucx
 from kvservice.transports.one_sided import EndpointSettings
+from kvservice.transports.ucx.endpoint import UcxEndpoint
+
+__all__ = ["UcxEndpoint", "why_not"]
 
 
 def why_not(settings: EndpointSettings) -> str:
-    """Return why UCX cannot be used here; empty where it can."""
-    del settings
-    return "the binding is not built"
-
-
-def UcxEndpoint(settings: EndpointSettings) -> OneSided:  # noqa: N802
-    """Return an endpoint."""
-    raise NoWayError(why_not(settings))
+    """Return why UCX cannot be used in this process; empty where it can, as far as can be told unloaded."""
+    return ucx.why_not(settings.library)

@@ -1,0 +1,225 @@
+"""The UCX endpoint of a process: `ports.one_sided.OneSided` over one lane or several."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvservice.core.engine_memory import EngineSegment, MemoryKind, SegmentWay
+from kvservice.core.errors import InvalidFieldError, NoWayError, PeerUnavailableError
+from kvservice.core.slots import I64, U64
+from kvservice.native import ucx
+from kvservice.ports.one_sided import RemoteRead
+from kvservice.transports.one_sided import EndpointSettings
+from kvservice.transports.read_bounds import check_read
+from kvservice.transports.ucx.lane import I32, Lane
+from kvservice.transports.ucx.peer import deadline_after
+
+TRANSPORT = "ucx"
+LANES_LIMIT = 8
+LANE_SEPARATOR = ";"
+
+
+class UcxLent:
+    """Memory registered with every lane."""
+
+    def __init__(self, lanes: Sequence[Lane], address: int, size_bytes: int, kind: MemoryKind) -> None:
+        self._registered: list[ucx.Registration] = []
+        try:
+            self._registered.extend(lane.register(address, size_bytes, kind) for lane in lanes)
+        except (ucx.UcxError, ValueError) as error:
+            self.close()
+            raise InvalidFieldError(f"{size_bytes} bytes at {address:#x} cannot be lent: {error}") from error
+        self._ways = tuple(
+            SegmentWay(TRANSPORT, lane.address, registered.rkey)
+            for lane, registered in zip(lanes, self._registered, strict=True)
+        )
+
+    @property
+    def ways(self) -> tuple[SegmentWay, ...]:
+        """See LentMemory."""
+        return self._ways
+
+    def close(self) -> None:
+        """See LentMemory."""
+        for registered in self._registered:
+            registered.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Operations of a read that go to one process.
+
+    operations: (n,) int64 into the read. segments: into the read's segments.
+    """
+
+    operations: I64
+    segments: list[int]
+
+
+class UcxEndpoint:
+    """Lends memory of this process and reads that of others. Thread-safe.
+
+    Several lanes share the operations of a read by their bytes. What fails on one is tried on
+    the next, and counted; a read fails when it has failed on all.
+    """
+
+    def __init__(self, settings: EndpointSettings) -> None:
+        """Load the library and open the lanes. Raises NoWayError."""
+        devices = settings.devices.split(LANE_SEPARATOR)
+        if len(devices) > LANES_LIMIT:
+            raise InvalidFieldError(f"devices names {len(devices)} lanes; at most {LANES_LIMIT} are allowed")
+        self._lanes: list[Lane] = []
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
+        try:
+            ucx.load(settings.library)
+            for index, names in enumerate(devices):
+                config = {"TLS": settings.transports, "NET_DEVICES": names}
+                config = {name: value for name, value in config.items() if value}
+                self._lanes.append(Lane(config, names or str(index)))
+        except ucx.UcxError as error:
+            self.close()
+            raise NoWayError(f"ucx cannot be used here: {error}") from error
+
+    @property
+    def transport(self) -> str:
+        """See OneSided."""
+        return TRANSPORT
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The lanes, for those who show what they do."""
+        return tuple(self._lanes)
+
+    def lend(self, address: int, size_bytes: int, kind: MemoryKind) -> UcxLent:
+        """See OneSided."""
+        if self._is_closed:
+            raise PeerUnavailableError("the endpoint was closed")
+        if not address or not size_bytes:
+            raise InvalidFieldError(f"{size_bytes} bytes at {address:#x} is no memory to lend")
+        return UcxLent(self._lanes, address, size_bytes, kind)
+
+    def read(self, read: RemoteRead) -> None:
+        """See OneSided."""
+        check_read(read)
+        if self._is_closed:
+            raise PeerUnavailableError("the endpoint was closed")
+        if not len(read.lengths):
+            return
+        deadline_ns = deadline_after(read.timeout_s)
+        for group in _groups(read):
+            self._read_group(read, group, deadline_ns)
+
+    def close(self) -> None:
+        """See OneSided."""
+        with self._lock:
+            self._is_closed = True
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+        for lane in self._lanes:
+            lane.close()
+
+    def _read_group(self, read: RemoteRead, group: _Group, deadline_ns: int) -> None:
+        ways_count = min(len(_ways(read.segments[index])) for index in group.segments)
+        lanes_count = min(len(self._lanes), ways_count)
+        shares = [group.operations]
+        if lanes_count > 1:
+            shares = _shares(read.lengths, group.operations, lanes_count)
+        failed = self._on_all(read, group, shares, deadline_ns)
+        # A lane that failed leaves its operations to the next one, once around.
+        for turn in range(1, lanes_count):
+            if not any(len(some) for some in failed):
+                return
+            moved = [failed[(index - turn) % lanes_count] for index in range(lanes_count)]
+            left = self._on_all(read, group, moved, deadline_ns)
+            failed = [left[(index + turn) % lanes_count] for index in range(lanes_count)]
+        lost_count = sum(len(some) for some in failed)
+        if lost_count:
+            raise PeerUnavailableError(
+                f"{lost_count} of {len(group.operations)} reads of another engine's memory failed on every "
+                "lane: the engine is gone, or lends the memory no more"
+            )
+
+    def _on_all(self, read: RemoteRead, group: _Group, shares: Sequence[I64], deadline_ns: int) -> list[I64]:
+        """Run a share on each lane, at the same time; return what failed on each."""
+        if len(shares) == 1:
+            return [self._on_lane(0, read, group, shares[0], deadline_ns)]
+        with self._lock:
+            if self._is_closed:
+                raise PeerUnavailableError("the endpoint was closed")
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(len(self._lanes), "kvservice-ucx-read")
+            running = [
+                self._pool.submit(self._on_lane, index, read, group, share, deadline_ns)
+                for index, share in enumerate(shares)
+            ]
+        errors = [future.exception() for future in running]  # All have ended before anything is raised.
+        for error in errors:
+            if error is not None:
+                raise error
+        return [future.result() for future in running]
+
+    def _on_lane(self, index: int, read: RemoteRead, group: _Group, operations: I64, deadline_ns: int) -> I64:
+        """Run operations on one lane; return those that failed. Raises DeadlineError."""
+        if not len(operations):
+            return operations
+        lane = self._lanes[index]
+        numbers = np.zeros(len(read.segments), np.uint32)
+        numbers[group.segments] = np.arange(len(group.segments), dtype=np.uint32)
+        bases: U64 = np.array([segment.base_address for segment in read.segments], np.uint64)
+        of_segment = read.segment_indexes[operations]
+        segments = [(read.segments[place], _ways(read.segments[place])[index]) for place in group.segments]
+        try:
+            statuses: I32 = lane.read(
+                segments,
+                numbers[of_segment],
+                bases[of_segment] + read.offsets[operations],
+                read.addresses[operations],
+                read.lengths[operations],
+                deadline_ns=deadline_ns,
+            )
+        except PeerUnavailableError:
+            if len(self._lanes) == 1:
+                raise
+            now_ns = deadline_after(0.0)
+            lane.statistics.add(
+                now_ns, now_ns, size_bytes=0, operations_count=0, errors_count=len(operations)
+            )
+            return operations
+        failed: I64 = operations[statuses != 0]
+        return failed
+
+
+def _ways(segment: EngineSegment) -> list[SegmentWay]:
+    ways = [way for way in segment.ways if way.transport == TRANSPORT]
+    if not ways:
+        raise NoWayError(f"no way of the transport {TRANSPORT!r} leads to the segment")
+    return ways
+
+
+def _groups(read: RemoteRead) -> list[_Group]:
+    """Sort the operations of a read by the process that they go to: in most reads there is one."""
+    by_address: dict[bytes, list[int]] = {}
+    used = np.unique(read.segment_indexes).tolist()
+    for index in used:
+        by_address.setdefault(_ways(read.segments[index])[0].address, []).append(index)
+    if len(by_address) == 1:
+        return [_Group(np.arange(len(read.lengths)), used)]
+    return [
+        _Group(np.flatnonzero(np.isin(read.segment_indexes, places)), places)
+        for places in by_address.values()
+    ]
+
+
+def _shares(lengths: U64, operations: I64, count: int) -> list[I64]:
+    """Cut operations into runs of about as many bytes each."""
+    ends = np.cumsum(lengths[operations])
+    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, count) // count)
+    return list(np.split(operations, cuts))
