@@ -13,8 +13,11 @@ import numpy as np
 from kvservice import native
 from kvservice.core import events, invariants, row_layout
 from kvservice.core.effects import Effect, LendSegment
+from kvservice.core.engine_memory import EngineLayout, EngineSegment, MemoryKind, SegmentWay
 from kvservice.core.errors import ArenaFullError, invariant
+from kvservice.core.handoff_choice import HandoffPolicy
 from kvservice.core.limits import Limits
+from kvservice.core.records import HandoffState
 from kvservice.core.representation import Identity, Part, Shape
 from kvservice.core.slots import GRANULE_BYTES
 from kvservice.core.state import KvState
@@ -265,10 +268,19 @@ class Client:
         ttl_ns = round(ttl_s * SECOND_NS)
         return self.world.handle(events.Renew(self.token, ids(leases), ids(reservations), ttl_ns))
 
-    def beat(self, *, leases=(), reservations=(), acknowledged=(), touched=None):
+    def beat(self, *, leases=(), reservations=(), acknowledged=(), touched=None, handoffs=(), noticed=()):
         """Send a heartbeat; `touched` are slots read through the directory."""
         segments, granules = (NO_U32, NO_U32) if touched is None else (touched.segments, touched.granules)
-        beat = events.Beat(self.token, ids(leases), ids(reservations), ids(acknowledged), segments, granules)
+        beat = events.Beat(
+            self.token,
+            ids(leases),
+            ids(reservations),
+            ids(acknowledged),
+            segments,
+            granules,
+            ids(handoffs),
+            ids(noticed),
+        )
         return self.world.handle(beat)
 
     def purge(self, namespace_id: bytes) -> int:
@@ -283,3 +295,77 @@ class Client:
         """Begin a transfer over some slots of a capability."""
         slots = np.array(list(indexes), dtype=np.int64)
         return self.world.handle(events.BeginTransfer(self.token, capability_id, slots, is_write))
+
+    # ---- handoffs
+
+    def register(self, segments, layouts):
+        """Make memory known."""
+        return self.world.handle(events.RegisterSegments(self.token, tuple(segments), tuple(layouts)))
+
+    def register_pools(self, *block_bytes: int, blocks_count: int = 16, transports=("ucx",)):
+        """Make a pool of whole blocks known for each size, in a segment of its own."""
+        ways = tuple(SegmentWay(name, b"address", b"key") for name in transports)
+        segments, layouts = [], []
+        for index, each in enumerate(block_bytes or (SMALL_BYTES,)):
+            segments.append(EngineSegment(0x10000, each * blocks_count, MemoryKind.HOST, ways))
+            piece = np.array([0, each, each], dtype=np.uint64)
+            at = np.array([index], dtype=np.uint32)
+            layouts.append(EngineLayout(at, piece[:1], piece[1:2], piece[2:], blocks_count))
+        return self.register(segments, layouts)
+
+    def unregister(self, *segment_ids: int) -> int:
+        """Forget memory; return how many segments there were."""
+        return self.world.handle(events.UnregisterSegments(self.token, ids(segment_ids)))
+
+    def offer(
+        self,
+        spaces,
+        numbers,
+        *,
+        layouts=(),
+        blocks=None,
+        checksums=(),
+        ttl_s: float = 0,
+        policy=HandoffPolicy.ANY,
+        request_id: bytes | None = None,
+    ):
+        """Offer blocks; in the memory of the layouts they are the blocks 0, 1, 2... unless told."""
+        packed = numbers if isinstance(numbers, bytes) else keys(numbers)
+        count = len(packed) // len(key(0)) * len(spaces) if layouts else 0
+        event = events.Offer(
+            self.token,
+            self.world.fresh() if request_id is None else request_id,
+            tuple(spaces),
+            packed,
+            tuple(layouts),
+            np.array(range(count) if blocks is None else blocks, dtype=np.uint32),
+            np.array(checksums, dtype=np.uint32),
+            round(ttl_s * SECOND_NS),
+            policy,
+        )
+        return self.world.handle(event)
+
+    def claim(self, handoff_id: int, spaces, *, transports=("ucx",)):
+        """Take a handoff over."""
+        event = events.Claim(self.token, handoff_id, tuple(spaces), frozenset(transports))
+        return self.world.handle(event)
+
+    def complete(self, handoff_id: int):
+        """End a claim whose bytes have arrived."""
+        return self.end_handoff(handoff_id, HandoffState.COMPLETED)
+
+    def reject(self, handoff_id: int, reason: str = ""):
+        """End a handoff that cannot be used."""
+        return self.end_handoff(handoff_id, HandoffState.REJECTED, reason)
+
+    def abort_handoff(self, handoff_id: int):
+        """End a handoff that is given up."""
+        return self.end_handoff(handoff_id, HandoffState.ABORTED)
+
+    def end_handoff(self, handoff_id: int, how: HandoffState, reason: str = ""):
+        """End a handoff in one of the ways that there are."""
+        return self.world.handle(events.EndHandoff(self.token, handoff_id, how, reason))
+
+    def look(self, handoff_id: int):
+        """Ask what became of a handoff."""
+        return self.world.handle(events.LookAtHandoff(self.token, handoff_id))

@@ -91,7 +91,8 @@ class EngineLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
-        return int(self.lengths.sum())
+        # Lengths of 64 bits may add up to more, and a sum that wrapped would pass for a small block.
+        return sum(self.lengths.tolist())
 
     def check(self, segment_sizes_bytes: list[int]) -> None:
         """Hold every piece of every block to its segment.
@@ -135,7 +136,7 @@ class EngineLayout:
                 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class KnownSegment:
     """A registered segment, and the session it ends with."""
 
@@ -144,7 +145,7 @@ class KnownSegment:
     token: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class KnownLayout:
     """A registered layout over registered segments.
 
@@ -157,10 +158,15 @@ class KnownLayout:
     token: bytes
 
     @property
-    def transports(self) -> frozenset[str]:
-        """Names of the transports that lead to all of its segments."""
+    def used_segments(self) -> tuple[KnownSegment, ...]:
+        """Those of its segments that pieces lie in; the others were only registered with them."""
         used: list[int] = np.unique(self.layout.segments).tolist()
-        return _held_by_all(self.segments[index].segment.transports for index in used)
+        return tuple(self.segments[index] for index in used)
+
+    @property
+    def transports(self) -> frozenset[str]:
+        """Names of the transports that lead to all of the segments that it uses."""
+        return _held_by_all(known.segment.transports for known in self.used_segments)
 
 
 def shared_transports(layouts: tuple[KnownLayout, ...]) -> frozenset[str]:

@@ -113,13 +113,15 @@ def _staged_ns(ways: Ways) -> float | None:
 
 
 def _only(policy: HandoffPolicy, wanted: HandoffPolicy) -> str:
-    return "the only way that was offered" if policy is not wanted else "the policy of the offer"
+    return "the policy of the offer" if policy is wanted else "the only way that both sides have"
 
 
 def _why_not(policy: HandoffPolicy, ways: Ways) -> str:
     where = "neither in memory that this side can read nor in the arena"
     if policy is HandoffPolicy.STAGED:
         where = "not in the arena, which the offer's policy asks for"
-    elif policy is HandoffPolicy.DIRECT or ways.is_offered_direct:
+    elif policy is HandoffPolicy.DIRECT and not ways.is_offered_direct:
+        where = "not in an engine's memory, which the offer's policy asks for"
+    elif ways.is_offered_direct:
         where = "in memory that no transport of this side leads to"
     return f"the blocks are {where}; compute them, or offer them another way"

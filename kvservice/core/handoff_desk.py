@@ -27,7 +27,7 @@ from kvservice.core.errors import (
     RepresentationMismatchError,
 )
 from kvservice.core.events import Claim, EndHandoff, LookAtHandoff, Offer
-from kvservice.core.handoff_choice import HandoffChoice, Ways, decide
+from kvservice.core.handoff_choice import Decision, HandoffChoice, HandoffPolicy, Ways, decide
 from kvservice.core.handoff_offer import check_offer, find_repeated
 from kvservice.core.lease_desk import LeaseDesk
 from kvservice.core.limits import REASON_CHARACTERS_LIMIT
@@ -50,6 +50,8 @@ class HandoffDesk:
     def __init__(self, books: Books, leases: LeaseDesk) -> None:
         self._books = books
         self._leases = leases
+        # Processes on other hosts that fell silent during a claim of their engine, by handoff.
+        self._silent: dict[int, set[bytes]] = {}
 
     # ---- what clients ask for
 
@@ -59,19 +61,18 @@ class HandoffDesk:
         session = books.session(event.token, now)
         repeated = find_repeated(books, session, event)
         if repeated is not None:
-            hold_ns = max(repeated.hold_until_ns - now, 0)
-            return OfferAnswer(repeated.handoff_id, max(repeated.deadline_ns - now, 0), hold_ns)
+            return self._describe(repeated, now)
         spaces, layouts = check_offer(books, session, event)
         tenant = books.tenant(session.tenant)
         staged = None
-        if committed_mask(tenant, spaces, event.keys).all():
+        may_stage = event.policy is not HandoffPolicy.DIRECT
+        if may_stage and committed_mask(tenant, spaces, event.keys).all():
             staged = committed_slots(books, tenant, spaces, event.keys)
         transports = shared_transports(layouts)
         size = len(event.keys) // KEY_BYTES * sum(space.block_bytes for space in spaces)
         # Whether it could go at all if the claimer had every transport.
         decide(event.policy, Ways(size, transports, bool(layouts), "shm" if staged else None))
-        ttl = books.ttl_ns(event.ttl_ns)
-        hold = books.limits.handoff_hold_ns
+        ttl, hold = books.ttl_ns(event.ttl_ns), books.limits.handoff_hold_ns
         if staged is not None:
             pin(staged)
         handoff = Handoff(
@@ -92,7 +93,7 @@ class HandoffDesk:
         books.handoff_requests[(session.engine, event.request_id)] = handoff.handoff_id
         session.offered.add(handoff.handoff_id)
         books.schedule(handoff.deadline_ns, handoff.handoff_id)
-        return OfferAnswer(handoff.handoff_id, handoff.deadline_ns - now, hold)
+        return self._describe(handoff, now)
 
     def claim(self, event: Claim, now: int) -> ClaimAnswer:
         """Give a handoff to the first who asks; the same session gets the same answer again."""
@@ -107,12 +108,10 @@ class HandoffDesk:
                 f"space_ids {list(event.spaces)} are not those of handoff {event.handoff_id}, "
                 f"{list(handoff.spaces)}: identity, parts and shapes must be equal, in the same order"
             )
-        if handoff.claimer is None:
-            size = len(handoff.keys) // KEY_BYTES * sum(space.block_bytes for space in spaces)
-            self._give(handoff, session, event.transports, size, now)
         decision = handoff.decision
         if decision is None:
-            raise HandoffUnknownError(f"handoff {event.handoff_id} has no way yet; claim it again")
+            size = len(handoff.keys) // KEY_BYTES * sum(space.block_bytes for space in spaces)
+            decision = self._give(handoff, session, event.transports, size, now)
         is_direct = decision.choice is HandoffChoice.DIRECT
         lease: LeaseAnswer | None = None
         if not is_direct:
@@ -136,6 +135,7 @@ class HandoffDesk:
             raise InvalidFieldError(
                 f"reason has {len(event.reason)} characters; at most {REASON_CHARACTERS_LIMIT} are allowed"
             )
+        books.check_life(event.handoff_id, "handoff")
         handoff = books.handoffs.get(event.handoff_id)
         if handoff is None or handoff.owner.tenant != session.tenant:
             books.late_ends_count += 1
@@ -173,7 +173,7 @@ class HandoffDesk:
                 return HandoffAnswer(HandoffState.OFFERED, is_released=False, keys_count=count)
             return HandoffAnswer(
                 HandoffState.CLAIMED,
-                is_released=False,
+                is_released=handoff.decision.choice is HandoffChoice.STAGED,
                 keys_count=count,
                 choice=handoff.decision.choice,
                 reason=handoff.decision.reason,
@@ -220,8 +220,8 @@ class HandoffDesk:
         self._acknowledge(session, revoked_ids)
         for handoff_id in noticed_ids:
             notice = session.notices.get(handoff_id)
-            # What is yet to come is not forgotten for an early word.
-            if notice is not None and notice.is_released:
+            # What is yet to come, the release or the end, is not forgotten for an early word.
+            if notice is not None and notice.is_released and notice.state is not HandoffState.CLAIMED:
                 del session.notices[handoff_id]
 
     # ---- what happens by itself
@@ -242,22 +242,24 @@ class HandoffDesk:
         self._tell(hold.owner_token, Notice(hold.handoff_id, hold.state, True, hold.reason))
 
     def close(self, session: Session, now: int, *, is_certain: bool) -> None:
-        """End what a dead session had offered or claimed, and wait for it no more.
+        """End what a dead session had offered or claimed, and wait for it no more if it is certainly dead.
 
-        The session is no longer among the living, so it is not among the readers either.
+        The session is no longer among the living, so it is among the readers only if it fell silent.
         """
         books = self._books
+        if not is_certain:
+            # Nobody has seen it die: it may be reading until the deadline that it knows of.
+            for handoff in books.handoffs.values():
+                if handoff.claimer is not None and handoff.claimer.engine == session.engine:
+                    self._silent.setdefault(handoff.handoff_id, set()).add(session.token)
         for handoff_id in sorted(session.offered):
             handoff = books.handoffs[handoff_id]
             reason = "the engine that offered it is gone"
             self._finish(handoff, HandoffState.ABORTED, reason, self._readers(handoff), now)
         for handoff_id in sorted(session.claimed):
             handoff = books.handoffs[handoff_id]
-            waiting = self._readers(handoff)
-            if not is_certain:
-                # Nobody has seen it die: it may be reading until its own deadline.
-                waiting = waiting | {session.token}
-            self._finish(handoff, HandoffState.ABORTED, "the engine that claimed it is gone", waiting, now)
+            reason = "the engine that claimed it is gone"
+            self._finish(handoff, HandoffState.ABORTED, reason, self._readers(handoff), now)
         if is_certain:
             owed = [hold.handoff_id for hold in books.holds.values() if session.token in hold.waiting]
             self._acknowledge(session, owed)
@@ -278,10 +280,12 @@ class HandoffDesk:
 
     def abort_from(self, layouts: set[int], now: int) -> None:
         """End the handoffs that are offered out of layouts which are going."""
-        if not layouts:
-            return
         for handoff in list(self._books.handoffs.values()):
-            if layouts.intersection(layout.layout_id for layout in handoff.layouts):
+            if not layouts.intersection(layout.layout_id for layout in handoff.layouts):
+                continue
+            if handoff.decision is not None and handoff.decision.choice is HandoffChoice.STAGED:
+                handoff.layouts = ()  # Its claimer reads the arena.
+            else:
                 waiting = self._readers(handoff)
                 self._finish(handoff, HandoffState.ABORTED, "its segments are gone", waiting, now)
 
@@ -289,26 +293,34 @@ class HandoffDesk:
 
     def _give(
         self, handoff: Handoff, session: Session, transports: frozenset[str], size_bytes: int, now: int
-    ) -> None:
+    ) -> Decision:
+        """Make a session the claimer, by the best way that there is; raises with nothing changed."""
         common = shared_transports(handoff.layouts) & transports
         staged = None
         if handoff.staged is not None:
             staged = "shm" if session.is_local else "tcp"
         decision = decide(handoff.policy, Ways(size_bytes, common, bool(handoff.layouts), staged))
         books = self._books
-        deadline = min(now + books.limits.default_ttl_ns, handoff.hold_until_ns)
+        asked = min(now + books.limits.default_ttl_ns, handoff.hold_until_ns)
+        deadline = max(handoff.deadline_ns, asked)
         if decision.choice is HandoffChoice.STAGED and handoff.staged is not None:
             keys_count = len(handoff.keys) // KEY_BYTES
             lease = self._leases.grant(session, handoff.staged, keys_count, deadline - now, now)
             handoff.lease_id = lease.lease_id
         self._drop_staged(handoff)
         handoff.claimer, handoff.decision = session, decision
-        handoff.deadline_ns = max(handoff.deadline_ns, deadline)
+        handoff.deadline_ns = deadline
         session.claimed.add(handoff.handoff_id)
         # Out of the arena nobody reads the memory that it was offered from.
         is_released = decision.choice is HandoffChoice.STAGED
         notice = Notice(handoff.handoff_id, HandoffState.CLAIMED, is_released, decision.reason)
         self._tell(handoff.owner.token, notice)
+        return decision
+
+    def _describe(self, handoff: Handoff, now: int) -> OfferAnswer:
+        """Answer an offer; the last operation of its readers may end a bound after the last renewal."""
+        hold_ns = handoff.hold_until_ns - now + self._books.limits.operation_bound_ns
+        return OfferAnswer(handoff.handoff_id, handoff.deadline_ns - now, hold_ns)
 
     def _finish(
         self, handoff: Handoff, state: HandoffState, reason: str, waiting: set[bytes], now: int
@@ -316,6 +328,7 @@ class HandoffDesk:
         """End a live handoff; its memory is held while any of `waiting` may be reading it."""
         books = self._books
         del books.handoffs[handoff.handoff_id]
+        self._silent.pop(handoff.handoff_id, None)
         del books.handoff_requests[(handoff.owner.engine, handoff.request_id)]
         handoff.owner.offered.discard(handoff.handoff_id)
         self._drop_staged(handoff)
@@ -346,14 +359,15 @@ class HandoffDesk:
             books.effects.append(Revoke(token, hold.handoff_id))
 
     def _readers(self, handoff: Handoff) -> set[bytes]:
-        """Return the living processes that may be reading what a handoff names."""
-        books, claimer = self._books, handoff.claimer
+        """Return the processes of the claimer's engine, which may be reading what a handoff names.
+
+        Those on other hosts too: they map nothing of the arena, but read engines' memory all the same.
+        """
+        claimer = handoff.claimer
         if claimer is None:
             return set()
-        readers = books.local_processes(claimer.engine)
-        if claimer.token in books.sessions:
-            readers.add(claimer.token)
-        return readers
+        living = {s.token for s in self._books.sessions.values() if s.engine == claimer.engine}
+        return living | self._silent.get(handoff.handoff_id, set())
 
     def _drop_staged(self, handoff: Handoff) -> None:
         if handoff.staged is not None:

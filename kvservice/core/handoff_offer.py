@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvservice.core.books import Books
 from kvservice.core.engine_memory import KnownLayout
 from kvservice.core.errors import (
@@ -37,9 +39,9 @@ def find_repeated(books: Books, session: Session, event: Offer) -> Handoff | Non
     if number is None:
         return None
     found = books.handoffs[number]
-    if found.keys != event.keys or found.spaces != event.spaces:
+    if not _is_same(found, event):
         raise RequestIdReusedError(
-            f"request_id {event.request_id.hex()} offered other keys before; draw another"
+            f"request_id {event.request_id.hex()} offered other blocks before; draw another"
         )
     return found
 
@@ -81,6 +83,18 @@ def check_offer(books: Books, session: Session, event: Offer) -> tuple[list[Spac
                 f"which has {layout.layout.blocks_count}"
             )
     return spaces, layouts
+
+
+def _is_same(found: Handoff, event: Offer) -> bool:
+    """Say whether an offer is of what was offered before: the same bytes, allowed to go the same ways."""
+    # A claim through the arena may have outlived its layouts; the blocks in them are still known.
+    layout_ids = tuple(layout.layout_id for layout in found.layouts) or event.layout_ids
+    return (
+        (found.spaces, found.keys, found.policy, layout_ids)
+        == (event.spaces, event.keys, event.policy, event.layout_ids)
+        and np.array_equal(found.blocks, event.blocks)
+        and np.array_equal(found.checksums, event.checksums)
+    )
 
 
 def _layouts(books: Books, session: Session, event: Offer, spaces: list[Space]) -> tuple[KnownLayout, ...]:

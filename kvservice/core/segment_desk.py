@@ -79,7 +79,7 @@ class SegmentDesk:
         return {
             layout_id
             for layout_id in session.layouts
-            if any(segment.segment_id in segments for segment in books.layouts[layout_id].segments)
+            if any(known.segment_id in segments for known in books.layouts[layout_id].used_segments)
         }
 
     def _forget(self, session: Session, segments: set[int], layouts: set[int], now: int) -> None:
