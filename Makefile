@@ -10,16 +10,18 @@ CHECKS := check-lint check-types check-imports check-generated check-tidy check-
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv gen check $(CHECKS) test test-unit bench demo clean
+.PHONY: help venv gen check $(CHECKS) test test-unit bench demo demo-pd clean
 
 help:  ## show the goals
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## make .venv; then .venv/bin/kvservice is the command line
 
-$(STAMP): pyproject.toml setup.py $(wildcard kvservice/native/*.[ch])
+# UCX goes first: the build of the second extension looks for its headers in the environment.
+$(STAMP): pyproject.toml setup.py $(wildcard kvservice/native/*.[ch] kvservice/native/ucx/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -e '.[server,dev]'
+	$(BIN)/python -m pip install --quiet 'libucx-cu12>=1.15'
+	$(BIN)/python -m pip install --quiet -e '.[server,dev,ucx]'
 	touch $@
 
 $(VLLM_STAMP): $(STAMP) engine_plugins/demo/vllm_env.py
@@ -66,6 +68,9 @@ bench: $(STAMP)  ## measure; writes build/bench.json
 
 demo: $(STAMP)  ## prefill to decode with real vLLM through one daemon (VLLM=path/to/python: a vLLM that is there)
 	$(BIN)/python engine_plugins/demo/main_job.py $(if $(VLLM),--vllm $(VLLM))
+
+demo-pd: $(STAMP)  ## prefill and decode as two vLLM servers, KV straight from engine to engine (VLLM= as for demo)
+	$(BIN)/python engine_plugins/demo/pd_job.py $(if $(VLLM),--vllm $(VLLM))
 
 clean:  ## remove what was built, but not the environments
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
