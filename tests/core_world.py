@@ -12,8 +12,9 @@ import numpy as np
 
 from kvservice import native
 from kvservice.core import events, invariants, row_layout
+from kvservice.core.block_geometry import BlockGeometry
 from kvservice.core.effects import Effect, LendSegment
-from kvservice.core.engine_memory import EngineLayout, EngineSegment, MemoryKind, SegmentWay
+from kvservice.core.engine_memory import EngineSegment, MemoryKind, SegmentWay
 from kvservice.core.errors import ArenaFullError, invariant
 from kvservice.core.handoff_choice import HandoffPolicy
 from kvservice.core.limits import Limits
@@ -65,6 +66,22 @@ def ids(numbers: Iterable[int]) -> np.ndarray:
 def places_of(slots) -> list[tuple[int, int]]:
     """Return (segment, granule) where each of some slots begins."""
     return list(zip(slots.segments.tolist(), slots.granules.tolist(), strict=True))
+
+
+def block_layout(
+    *pieces: tuple[int, int, int, int], blocks_count: int = 2, sizes: Iterable[int]
+) -> BlockGeometry:
+    """Return a layout with pieces of (segment, offset, stride, length), over segments of some sizes."""
+    columns = list(zip(*pieces, strict=True))
+    offsets, strides, lengths = (np.array(column, dtype=np.uint64) for column in columns[1:])
+    return BlockGeometry(
+        segment_sizes_bytes=np.array(list(sizes), dtype=np.uint64),
+        segments=np.array(columns[0], dtype=np.uint32),
+        offsets=offsets,
+        strides=strides,
+        lengths=lengths,
+        blocks_count=blocks_count,
+    )
 
 
 class HeapMemory:
@@ -305,13 +322,12 @@ class Client:
     def register_pools(self, *block_bytes: int, blocks_count: int = 16, transports=("ucx",)):
         """Make a pool of whole blocks known for each size, in a segment of its own."""
         ways = tuple(SegmentWay(name, b"address", b"key") for name in transports)
-        segments, layouts = [], []
-        for index, each in enumerate(block_bytes or (SMALL_BYTES,)):
-            segments.append(EngineSegment(0x10000, each * blocks_count, MemoryKind.HOST, ways))
-            piece = np.array([0, each, each], dtype=np.uint64)
-            at = np.array([index], dtype=np.uint32)
-            layouts.append(EngineLayout(at, piece[:1], piece[1:2], piece[2:], blocks_count))
-        return self.register(segments, layouts)
+        sizes = [each * blocks_count for each in block_bytes or (SMALL_BYTES,)]
+        layouts = [
+            block_layout((index, 0, each, each), blocks_count=blocks_count, sizes=sizes)
+            for index, each in enumerate(block_bytes or (SMALL_BYTES,))
+        ]
+        return self.register([EngineSegment(0x10000, each, MemoryKind.HOST, ways) for each in sizes], layouts)
 
     def unregister(self, *segment_ids: int) -> int:
         """Forget memory; return how many segments there were."""

@@ -16,6 +16,9 @@ INCARNATION_BYTES = 16
 CLIENT_NAME_CHARACTERS_MAX = 128
 TIMEOUT_S_MAX = 3600.0
 
+TCP = "tcp"
+"""The transport that every daemon of another host has."""
+
 
 def default_endpoint() -> str:
     """Return $KVSERVICE_ENDPOINT, else the daemon's default socket of this user."""
@@ -48,6 +51,9 @@ class ClientSettings:
         nothing to check these blocks against.
     one_sided: how this process lends memory to other engines and reads theirs; nothing
         of it is loaded before the first handoff.
+    arena_transport: how blocks are read out of the arena of a daemon that is reached over gRPC: the name
+        of the one-sided transport ("ucx"), "tcp", or "" for one-sided reads where both hosts have RDMA
+        devices, and tcp elsewhere. A one-sided transport that fails gives way to tcp.
 
     Raises:
         InvalidFieldError: a value is out of its range.
@@ -63,6 +69,7 @@ class ClientSettings:
     verify: bool = True
     checksums: bool = True
     one_sided: EndpointSettings = field(default_factory=EndpointSettings)
+    arena_transport: str = ""
 
     def __post_init__(self) -> None:
         for name in ("call_timeout_s", "transfer_timeout_s", "connect_timeout_s"):
@@ -78,6 +85,11 @@ class ClientSettings:
             raise InvalidFieldError(
                 f"client_name has {len(self.client_name)} characters; "
                 f"give {CLIENT_NAME_CHARACTERS_MAX} at most"
+            )
+        if self.arena_transport not in {"", TCP, self.one_sided.transport}:
+            raise InvalidFieldError(
+                f"arena_transport is {self.arena_transport!r}; give {TCP!r}, the name of "
+                f"one_sided.transport ({self.one_sided.transport!r}), or nothing to leave it to the client"
             )
         if not (self.lane_path or self._has_grpc_port()):
             raise InvalidFieldError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +12,15 @@ from kvclient.buffers import BlockBuffers
 from kvclient.pool import BlockPool
 from kvclient.results import DirectSource
 from kvservice import native
+from kvservice.core.block_geometry import BlockGeometry
 from kvservice.core.checksums import differing
 from kvservice.core.engine_memory import MemoryKind
-from kvservice.core.errors import BlockSizeError, ChecksumMismatchError, InvalidFieldError
+from kvservice.core.errors import (
+    BlockSizeError,
+    ChecksumMismatchError,
+    InvalidFieldError,
+    MalformedError,
+)
 from kvservice.core.plan import Planner
 from kvservice.core.slots import I64, U32
 from kvservice.ports.one_sided import RemoteRead
@@ -24,6 +31,9 @@ to within a few milliseconds, and that several lanes get their share of one run 
 
 BLOCK_NUMBER_LIMIT = 1 << 32
 
+PLANNERS_LIMIT = 256
+"""Pairs of an engine's pool and one of ours; as many as memories that are remembered."""
+
 
 def named_blocks(blocks: npt.ArrayLike, keys_count: int | None, parts_count: int) -> U32:
     """Return (keys, parts) uint32 of numbers given for each key, or for each key and part.
@@ -33,7 +43,10 @@ def named_blocks(blocks: npt.ArrayLike, keys_count: int | None, parts_count: int
     Raises:
         InvalidFieldError: they are no such numbers.
     """
-    given = np.asarray(blocks)
+    try:
+        given = np.asarray(blocks)
+    except ValueError as error:
+        raise InvalidFieldError(f"blocks is no array of numbers: {error}") from error
     if given.size == 0:
         given = given.reshape(0, parts_count).astype(np.int64)
     if given.dtype.kind not in "iu":
@@ -51,6 +64,44 @@ def named_blocks(blocks: npt.ArrayLike, keys_count: int | None, parts_count: int
             f"blocks goes from {int(given.min())} to {int(given.max())}; give u32 numbers"
         )
     return np.ascontiguousarray(given, np.uint32)
+
+
+def named_checksums(checksums: npt.ArrayLike, keys_count: int, parts_count: int) -> U32:
+    """Return (keys, parts) uint32 of checksums that a caller gives.
+
+    Raises:
+        InvalidFieldError: they are not one for each block.
+    """
+    given = np.asarray(checksums)
+    if given.dtype != np.uint32 or given.size != keys_count * parts_count:
+        raise InvalidFieldError(
+            f"checksums is an array of {given.dtype} of shape {given.shape}; give uint32 of shape "
+            f"({keys_count}, {parts_count})"
+        )
+    return np.ascontiguousarray(given).reshape(keys_count, parts_count)
+
+
+def check_targets(into: Sequence[BlockPool], named: U32) -> None:
+    """Hold the blocks that are received into to their pools, each to be written once.
+
+    Raises:
+        InvalidFieldError: a block that a pool does not have, or one for two keys.
+    """
+    for part, pool in enumerate(into):
+        column = named[:, part]
+        if not pool.is_writable:
+            raise InvalidFieldError(f"into[{part}] is read-only memory; give writable arrays or tensors")
+        if len(column) and int(column.max()) >= pool.blocks_count:
+            raise InvalidFieldError(
+                f"blocks names block {int(column.max())} of part {part}; the pool has blocks 0 to "
+                f"{pool.blocks_count - 1}"
+            )
+        ordered = np.sort(column)
+        repeated = np.flatnonzero(ordered[1:] == ordered[:-1])
+        if len(repeated):
+            raise InvalidFieldError(
+                f"blocks names block {int(ordered[repeated[0]])} of part {part} for two keys; give one each"
+            )
 
 
 def block_checksums(pools: Sequence[BlockPool], named: U32) -> U32 | None:
@@ -83,22 +134,53 @@ def check_checksums(pools: Sequence[BlockPool], named: U32, expected: U32) -> No
         )
 
 
+class Planners:
+    """A planner for each pair of pools, made once. Thread-safe by the GIL."""
+
+    def __init__(self) -> None:
+        self._made: OrderedDict[tuple[int, int], tuple[BlockGeometry, BlockGeometry, Planner]] = OrderedDict()
+
+    def of(self, source: BlockGeometry, target: BlockGeometry) -> Planner:
+        """Return the planner from one geometry to another. Raises BlockSizeError."""
+        key = (id(source), id(target))
+        found = self._made.get(key)
+        if found is None:
+            planner = Planner(source, target, max_operation_bytes=MAX_OPERATION_BYTES)
+            # The geometries are kept, so that no other one can have their ids.
+            found = self._made[key] = (source, target, planner)
+            if len(self._made) > PLANNERS_LIMIT:
+                self._made.popitem(last=False)
+        return found[2]
+
+
 def plan_parts(
-    source: DirectSource, into: Sequence[BlockPool], wanted: U32, named: U32, *, timeout_s: float
+    planners: Planners,
+    source: DirectSource,
+    into: Sequence[BlockPool],
+    wanted: U32,
+    named: U32,
+    *,
+    left_s: Callable[[], float],
 ) -> Iterator[RemoteRead]:
-    """Yield the reads of each part. wanted, named: (keys, parts) uint32, from where and to where.
+    """Yield the reads of each part.
+
+    wanted, named: (keys, parts) uint32, from where and to where.
+    left_s: returns for how long operations may still be posted; asked anew for each part.
 
     Raises:
         BlockSizeError: the blocks offered are not as long as the pool's.
+        MalformedError: they are of other parts.
         InvalidFieldError: a block is named that a pool does not have.
     """
+    if len(source.geometries) != len(into):
+        raise MalformedError(f"a claim says where {len(source.geometries)} parts are; they are {len(into)}")
     for part, (geometry, pool) in enumerate(zip(source.geometries, into, strict=True)):
         if geometry.block_bytes != pool.block_bytes:
             raise BlockSizeError(
                 f"a block of part {part} has {geometry.block_bytes} bytes where it is offered, and "
                 f"{pool.block_bytes} in the pool that it goes to"
             )
-        planner = Planner(geometry, pool.geometry, max_operation_bytes=MAX_OPERATION_BYTES)
+        planner = planners.of(geometry, pool.geometry)
         sources: I64 = wanted[:, part].astype(np.int64)
         targets: I64 = named[:, part].astype(np.int64)
         plan = planner.plan(sources, targets)
@@ -108,7 +190,7 @@ def plan_parts(
             plan.source_offsets,
             pool.addresses[plan.target_segments] + plan.target_offsets,
             plan.lengths,
-            timeout_s,
+            left_s(),
         )
 
 

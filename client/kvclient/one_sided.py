@@ -18,6 +18,7 @@ class LazyOneSided:
     def __init__(self, settings: EndpointSettings, endpoint: OneSided | None = None) -> None:
         self._settings = settings
         self._endpoint = endpoint
+        self._usable: list[str] | None = None
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -25,7 +26,10 @@ class LazyOneSided:
         """Return the transports by which this process can read others' memory."""
         if self._endpoint is not None:
             return [self._endpoint.transport]
-        return usable_transports(self._settings)
+        if self._usable is None:
+            # Looked for once: it may take milliseconds, and every claim asks.
+            self._usable = usable_transports(self._settings)
+        return self._usable
 
     def endpoint(self) -> OneSided:
         """Return the endpoint.

@@ -14,7 +14,9 @@ from kvservice.core.errors import InvalidFieldError
 from kvservice.core.slots import U64
 from kvservice.ports.transport import Pieces
 
-CUDA_DEVICE_TYPE = "cuda"
+KINDS = {"cpu": MemoryKind.HOST, "cuda": MemoryKind.CUDA}
+"""Memory that can be told by the type of a tensor's device. That of others is neither: to take it
+for the host's would be a crash."""
 
 
 class BlockPool:
@@ -26,12 +28,19 @@ class BlockPool:
     addresses: (segments,) uint64, where each segment of `geometry` begins.
     kind: where the memory is.
     owners: whatever keeps it alive.
+    is_writable: blocks can be received into it.
     """
 
-    __slots__ = ("_owners", "addresses", "geometry", "kind")
+    __slots__ = ("_owners", "addresses", "geometry", "is_writable", "kind")
 
     def __init__(
-        self, addresses: npt.ArrayLike, geometry: BlockGeometry, kind: MemoryKind, owners: object
+        self,
+        addresses: npt.ArrayLike,
+        geometry: BlockGeometry,
+        kind: MemoryKind,
+        owners: object,
+        *,
+        is_writable: bool = True,
     ) -> None:
         """Take raw addresses, at the caller's own risk: a wrong one crashes the process."""
         self.addresses: U64 = np.ascontiguousarray(addresses, np.uint64)
@@ -42,6 +51,7 @@ class BlockPool:
             )
         self.geometry = geometry
         self.kind = kind
+        self.is_writable = is_writable
         self._owners = owners
 
     @classmethod
@@ -55,8 +65,9 @@ class BlockPool:
         Raises:
             InvalidFieldError: they are no such tensors.
         """
-        if not tensors:
-            raise InvalidFieldError("tensors is empty; give one at least")
+        if not isinstance(tensors, list | tuple) or not tensors:
+            kind = "empty" if isinstance(tensors, list | tuple) else f"a {type(tensors).__name__}"
+            raise InvalidFieldError(f"tensors is {kind}; give a list of one at least")
         found = [_located(tensor, index) for index, tensor in enumerate(tensors)]
         counts = {each.blocks_count for each in found}
         if len(counts) != 1:
@@ -75,7 +86,13 @@ class BlockPool:
             lengths=np.array([each.block_bytes for each in found], np.uint64),
             blocks_count=counts.pop(),
         )
-        return cls([address for address, _ in ranges], geometry, kinds.pop(), tuple(tensors))
+        return cls(
+            [address for address, _ in ranges],
+            geometry,
+            kinds.pop(),
+            tuple(tensors),
+            is_writable=all(each.is_writable for each in found),
+        )
 
     @property
     def blocks_count(self) -> int:
@@ -114,27 +131,37 @@ class _Located:
 
     def __init__(self, tensor: Any, index: int) -> None:
         name = f"tensors[{index}]"
+        is_array = isinstance(tensor, np.ndarray)
+        if not is_array and not hasattr(tensor, "data_ptr"):
+            raise InvalidFieldError(f"{name} is a {type(tensor).__name__}; give an array or a tensor")
         if len(tensor.shape) < 1 or not tensor.shape[0]:
             raise InvalidFieldError(f"{name} has shape {tuple(tensor.shape)}; give (blocks, ...)")
         self.blocks_count = int(tensor.shape[0])
-        if isinstance(tensor, np.ndarray):
+        self.is_writable = True
+        if is_array:
+            if tensor.dtype.hasobject:
+                raise InvalidFieldError(f"{name} is an array of Python objects; give one of numbers")
             self.kind = MemoryKind.HOST
+            self.is_writable = bool(tensor.flags.writeable)
             self.address = int(tensor.__array_interface__["data"][0])
             self.stride_bytes, item_bytes = int(tensor.strides[0]), tensor.itemsize
             is_contiguous = tensor[0].flags.c_contiguous
-        elif hasattr(tensor, "data_ptr"):
-            is_cuda = tensor.device.type == CUDA_DEVICE_TYPE
-            self.kind = MemoryKind.CUDA if is_cuda else MemoryKind.HOST
+        else:
+            if tensor.device.type not in KINDS:
+                raise InvalidFieldError(f"{name} is on {tensor.device}; give tensors of {' or '.join(KINDS)}")
+            self.kind = KINDS[tensor.device.type]
             self.address = int(tensor.data_ptr())
             item_bytes = int(tensor.element_size())
             self.stride_bytes = int(tensor.stride(0)) * item_bytes
             is_contiguous = tensor[0].is_contiguous()
-        else:
-            raise InvalidFieldError(f"{name} is a {type(tensor).__name__}; give an array or a tensor")
         if not is_contiguous:
             raise InvalidFieldError(f"{name}: a block of it is not contiguous; give it dense")
         self.block_bytes = item_bytes * int(np.prod(tensor.shape[1:], dtype=np.int64))
-        if self.stride_bytes < self.block_bytes and self.blocks_count > 1:
+        if not self.block_bytes:
+            raise InvalidFieldError(f"{name} has shape {tuple(tensor.shape)}, whose blocks are empty")
+        if self.blocks_count == 1:
+            self.stride_bytes = self.block_bytes  # A tensor of one block may say anything, or less than 0.
+        if self.stride_bytes < self.block_bytes:
             raise InvalidFieldError(f"{name}: its blocks overlap or run backwards; give them in order")
         self.storage = self._storage(tensor)
 
@@ -146,7 +173,7 @@ class _Located:
         base: Any = tensor
         while isinstance(base.base, np.ndarray):
             base = base.base
-        if base.flags.c_contiguous:
+        if base.flags.forc:
             return int(base.__array_interface__["data"][0]), int(base.nbytes)
         extent = (self.blocks_count - 1) * self.stride_bytes + self.block_bytes
         return self.address, extent

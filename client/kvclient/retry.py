@@ -29,10 +29,11 @@ SAFE_TO_RETRY = frozenset(
         Method.REJECT_HANDOFF,
         Method.ABORT_HANDOFF,
         Method.GET_HANDOFF,
+        Method.END_TRANSFER,  # answered as the first one was
     }
 )
-"""Methods whose second execution changes nothing more. ACQUIRE and REGISTER_SEGMENTS are not
-among them: each success is another lease or segment, and the first would be nobody's."""
+"""Methods whose second execution changes nothing more. ACQUIRE, REGISTER_SEGMENTS and BEGIN_TRANSFER are
+not among them: each success is another lease, segment or transfer, and the first would be nobody's."""
 
 BACKOFF_FIRST_S = 0.01
 """A daemon that only dropped the connection is back at once."""

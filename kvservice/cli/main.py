@@ -1,4 +1,4 @@
-"""The command line: serve, status, replay, check-config."""
+"""The command line: serve, status, doctor, replay, check-config."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 
 import kvservice
-from kvservice.cli import replay, status
+from kvservice.cli import doctor, replay, status
 from kvservice.daemon.config import ConfigError, Settings, describe, load
 from kvservice.daemon.serve import ExitCode, serve
 
@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     checker.set_defaults(run=_check_config)
     status.add_command(commands)
     replay.add_command(commands)
+    doctor.add_command(commands)
     return parser
 
 

@@ -103,11 +103,15 @@ class BeatAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TransferAnswer:
-    """Slots pinned for a transfer. slot_bytes: (slots,) uint64, payload of each."""
+    """Slots pinned for a transfer. block_bytes: (slots,) uint64, payload of each.
+
+    remaining_ns: how long a one-sided transfer may begin operations.
+    """
 
     transfer_id: int
     slots: Slots
     block_bytes: U64
+    remaining_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,14 @@ from enum import IntEnum
 
 import numpy as np
 
+from kvservice.core.block_geometry import BlockGeometry
 from kvservice.core.errors import InvalidFieldError, LimitReachedError
-from kvservice.core.limits import PIECES_LIMIT, WAY_BYTES_LIMIT, WAYS_LIMIT
-from kvservice.core.slots import U32, U64
+from kvservice.core.limits import (
+    LAYOUTS_PER_CALL_LIMIT,
+    SEGMENTS_PER_CALL_LIMIT,
+    WAY_BYTES_LIMIT,
+    WAYS_LIMIT,
+)
 
 ADDRESS_LIMIT = 1 << 63
 """Addresses of processes are below it, and sums of two of them fit 64 bits."""
@@ -74,68 +79,6 @@ class EngineSegment:
         return frozenset(way.transport for way in self.ways)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLayout:
-    """How the blocks of one part lie in segments; see `kv.v1.BlockLayout`.
-
-    segments: (pieces,) uint32, index of each piece's segment in a list kept beside this.
-    offsets, strides, lengths: (pieces,) uint64, bytes.
-    """
-
-    segments: U32
-    offsets: U64
-    strides: U64
-    lengths: U64
-    blocks_count: int
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
-        # Lengths of 64 bits may add up to more, and a sum that wrapped would pass for a small block.
-        return sum(self.lengths.tolist())
-
-    def check(self, segment_sizes_bytes: list[int]) -> None:
-        """Hold every piece of every block to its segment.
-
-        Raises:
-            InvalidFieldError: a piece leaves its segment, or the arrays disagree.
-        """
-        pieces_count = len(self.segments)
-        if not 1 <= pieces_count <= PIECES_LIMIT:
-            raise InvalidFieldError(f"layouts has {pieces_count} pieces; 1 to {PIECES_LIMIT} make a block")
-        if not len(self.offsets) == len(self.strides) == len(self.lengths) == pieces_count:
-            raise InvalidFieldError(
-                f"layouts has {pieces_count} piece_segments, {len(self.offsets)} offsets, "
-                f"{len(self.strides)} strides and {len(self.lengths)} lengths; give one of each for a piece"
-            )
-        if self.blocks_count < 1:
-            raise InvalidFieldError("layouts.blocks_count is 0; a layout has one block at least")
-        # Python's integers do not wrap, and this is done once in the life of a layout.
-        rows = zip(
-            self.segments.tolist(),
-            self.offsets.tolist(),
-            self.strides.tolist(),
-            self.lengths.tolist(),
-            strict=True,
-        )
-        for piece, (segment, offset, stride, length) in enumerate(rows):
-            if segment >= len(segment_sizes_bytes):
-                raise InvalidFieldError(
-                    f"layouts: piece {piece} names segment {segment} of {len(segment_sizes_bytes)}"
-                )
-            if not length or (self.blocks_count > 1 and stride < length):
-                raise InvalidFieldError(
-                    f"layouts: piece {piece} has {length} bytes every {stride}; blocks must not be "
-                    "empty, nor overlap"
-                )
-            end = offset + (self.blocks_count - 1) * stride + length
-            if end > segment_sizes_bytes[segment]:
-                raise InvalidFieldError(
-                    f"layouts: piece {piece} of the last block ends at byte {end} of segment {segment}, "
-                    f"which has {segment_sizes_bytes[segment]}"
-                )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownSegment:
     """A registered segment, and the session it ends with."""
@@ -153,7 +96,7 @@ class KnownLayout:
     """
 
     layout_id: int
-    layout: EngineLayout
+    layout: BlockGeometry
     segments: tuple[KnownSegment, ...]
     token: bytes
 
@@ -172,6 +115,16 @@ class KnownLayout:
 def shared_transports(layouts: tuple[KnownLayout, ...]) -> frozenset[str]:
     """Return the transports that lead to all of some layouts."""
     return _held_by_all(layout.transports for layout in layouts)
+
+
+def check_call(*, segments_count: int, layouts_count: int) -> None:
+    """Raise InvalidFieldError where one call would register more than it may, or no memory at all."""
+    for name, count, smallest, most in (
+        ("segments", segments_count, 1, SEGMENTS_PER_CALL_LIMIT),
+        ("layouts", layouts_count, 0, LAYOUTS_PER_CALL_LIMIT),
+    ):
+        if not smallest <= count <= most:
+            raise InvalidFieldError(f"{name} has {count} entries; {smallest} to {most} are allowed")
 
 
 def check_count(count: int, name: str, *, most: int) -> None:

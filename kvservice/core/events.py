@@ -27,7 +27,8 @@ from kvservice.core.answers import (
     SegmentsAnswer,
     TransferAnswer,
 )
-from kvservice.core.engine_memory import EngineLayout, EngineSegment
+from kvservice.core.block_geometry import BlockGeometry
+from kvservice.core.engine_memory import EngineSegment
 from kvservice.core.handoff_choice import HandoffPolicy
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.records import HandoffState
@@ -217,12 +218,47 @@ class EndTransfer(Event[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class BeginOneSided(Event[TransferAnswer]):
+    """A session's own process is about to touch slots of a capability: pin them.
+
+    ttl_ns: how long it may begin operations; 0 asks for the default.
+    """
+
+    token: bytes
+    capability_id: int
+    slot_indexes: I64
+    is_write: bool
+    ttl_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndOneSided(Event[None]):
+    """That process says that it is done; fails if the capability has ended since. Idempotent.
+
+    checksums: (slots,) uint32 of what was written; None for a read or a failed one.
+    is_settled: no operation can touch the slots any more; a failed write may not know.
+    """
+
+    token: bytes
+    transfer_id: int
+    checksums: U32 | None
+    is_settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WritersCut(Event[None]):
+    """What took in the bytes of these transfers is gone, and with it all that was on the way."""
+
+    transfer_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RegisterSegments(Event[SegmentsAnswer]):
-    """An engine makes memory of its own known; `layouts` index into `segments`."""
+    """An engine makes memory of its own known; `layouts` are over `segments`, all of them, in order."""
 
     token: bytes
     segments: tuple[EngineSegment, ...]
-    layouts: tuple[EngineLayout, ...]
+    layouts: tuple[BlockGeometry, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,9 @@ handoff, or nobody had claimed it. Otherwise the claimer's processes are asked, 
 that has ended (`drains`), with one difference: what they do is read, and a reader learns from
 the answer to its Complete that the bytes are not good. So waiting for one that is stopped ends
 where it can no longer be reading, and no engine loses its memory to a peer that never answers.
+
+A handoff through the arena needs nothing of the engine that offered it: where its session or its
+memory goes first, what is staged lives on without layouts until it is claimed, ended or expires.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ _OUTCOME = {
     HandoffState.ABORTED: ItemOutcome.ALREADY_ABORTED,
     HandoffState.EXPIRED: ItemOutcome.ALREADY_EXPIRED,
 }
+_LIVE = frozenset({HandoffState.OFFERED, HandoffState.CLAIMED})
 
 
 class HandoffDesk:
@@ -50,8 +54,6 @@ class HandoffDesk:
     def __init__(self, books: Books, leases: LeaseDesk) -> None:
         self._books = books
         self._leases = leases
-        # Processes on other hosts that fell silent during a claim of their engine, by handoff.
-        self._silent: dict[int, set[bytes]] = {}
 
     # ---- what clients ask for
 
@@ -116,6 +118,11 @@ class HandoffDesk:
         lease: LeaseAnswer | None = None
         if not is_direct:
             lease = self._leases.describe(handoff.lease_id, now)
+            if lease is None:
+                raise HandoffEndedError(
+                    f"the lease of handoff {event.handoff_id} was released by its claimer, which by that had "
+                    "read what it needs: complete the handoff, or abort it"
+                )
         return ClaimAnswer(
             decision,
             handoff.keys,
@@ -170,7 +177,9 @@ class HandoffDesk:
         if handoff is not None and handoff.owner.tenant == session.tenant:
             count = len(handoff.keys) // KEY_BYTES
             if handoff.decision is None:
-                return HandoffAnswer(HandoffState.OFFERED, is_released=False, keys_count=count)
+                # Without layouts nobody ever reads the memory, whoever claims it.
+                is_released = not handoff.layouts
+                return HandoffAnswer(HandoffState.OFFERED, is_released=is_released, keys_count=count)
             return HandoffAnswer(
                 HandoffState.CLAIMED,
                 is_released=handoff.decision.choice is HandoffChoice.STAGED,
@@ -221,7 +230,7 @@ class HandoffDesk:
         for handoff_id in noticed_ids:
             notice = session.notices.get(handoff_id)
             # What is yet to come, the release or the end, is not forgotten for an early word.
-            if notice is not None and notice.is_released and notice.state is not HandoffState.CLAIMED:
+            if notice is not None and notice.is_released and notice.state not in _LIVE:
                 del session.notices[handoff_id]
 
     # ---- what happens by itself
@@ -244,16 +253,22 @@ class HandoffDesk:
     def close(self, session: Session, now: int, *, is_certain: bool) -> None:
         """End what a dead session had offered or claimed, and wait for it no more if it is certainly dead.
 
-        The session is no longer among the living, so it is among the readers only if it fell silent.
+        What goes through the arena outlives the one who offered it. The session is no longer among the
+        living, so it is among the readers only if it fell silent.
         """
         books = self._books
         if not is_certain:
             # Nobody has seen it die: it may be reading until the deadline that it knows of.
             for handoff in books.handoffs.values():
                 if handoff.claimer is not None and handoff.claimer.engine == session.engine:
-                    self._silent.setdefault(handoff.handoff_id, set()).add(session.token)
+                    handoff.silent.add(session.token)
         for handoff_id in sorted(session.offered):
             handoff = books.handoffs[handoff_id]
+            if self._leave_to_arena(handoff):
+                # As after an end: who comes back under this request offers anew, and is told of that.
+                del books.handoff_requests[(session.engine, handoff.request_id)]
+                session.offered.discard(handoff_id)
+                continue
             reason = "the engine that offered it is gone"
             self._finish(handoff, HandoffState.ABORTED, reason, self._readers(handoff), now)
         for handoff_id in sorted(session.claimed):
@@ -279,15 +294,17 @@ class HandoffDesk:
         return sorted(handoff_id for handoff_id, used in live + held if layouts.intersection(used))
 
     def abort_from(self, layouts: set[int], now: int) -> None:
-        """End the handoffs that are offered out of layouts which are going."""
+        """End the handoffs that are offered out of layouts which are going, or leave them to the arena."""
+        reason = "its segments are gone"
         for handoff in list(self._books.handoffs.values()):
             if not layouts.intersection(layout.layout_id for layout in handoff.layouts):
                 continue
-            if handoff.decision is not None and handoff.decision.choice is HandoffChoice.STAGED:
-                handoff.layouts = ()  # Its claimer reads the arena.
-            else:
-                waiting = self._readers(handoff)
-                self._finish(handoff, HandoffState.ABORTED, "its segments are gone", waiting, now)
+            if not self._leave_to_arena(handoff):
+                self._finish(handoff, HandoffState.ABORTED, reason, self._readers(handoff), now)
+            elif handoff.claimer is None:
+                # At a claim its owner was told as much.
+                notice = Notice(handoff.handoff_id, HandoffState.OFFERED, True, reason)
+                self._tell(handoff.owner.token, notice)
 
     # ---- private
 
@@ -328,9 +345,9 @@ class HandoffDesk:
         """End a live handoff; its memory is held while any of `waiting` may be reading it."""
         books = self._books
         del books.handoffs[handoff.handoff_id]
-        self._silent.pop(handoff.handoff_id, None)
-        del books.handoff_requests[(handoff.owner.engine, handoff.request_id)]
-        handoff.owner.offered.discard(handoff.handoff_id)
+        if handoff.handoff_id in handoff.owner.offered:
+            handoff.owner.offered.discard(handoff.handoff_id)
+            del books.handoff_requests[(handoff.owner.engine, handoff.request_id)]
         self._drop_staged(handoff)
         claimer, decision = handoff.claimer, handoff.decision
         if claimer is not None:
@@ -367,7 +384,17 @@ class HandoffDesk:
         if claimer is None:
             return set()
         living = {s.token for s in self._books.sessions.values() if s.engine == claimer.engine}
-        return living | self._silent.get(handoff.handoff_id, set())
+        return living | handoff.silent
+
+    def _leave_to_arena(self, handoff: Handoff) -> bool:
+        """Have a handoff go on without the memory that it was offered from; False if it needs that."""
+        if handoff.decision is None:
+            is_staged = handoff.staged is not None
+        else:
+            is_staged = handoff.decision.choice is HandoffChoice.STAGED
+        if is_staged:
+            handoff.layouts = ()
+        return is_staged
 
     def _drop_staged(self, handoff: Handoff) -> None:
         if handoff.staged is not None:

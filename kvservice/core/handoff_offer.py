@@ -87,7 +87,7 @@ def check_offer(books: Books, session: Session, event: Offer) -> tuple[list[Spac
 
 def _is_same(found: Handoff, event: Offer) -> bool:
     """Say whether an offer is of what was offered before: the same bytes, allowed to go the same ways."""
-    # A claim through the arena may have outlived its layouts; the blocks in them are still known.
+    # What goes through the arena may have outlived its layouts; the blocks in them are still known.
     layout_ids = tuple(layout.layout_id for layout in found.layouts) or event.layout_ids
     return (
         (found.spaces, found.keys, found.policy, layout_ids)

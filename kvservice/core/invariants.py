@@ -9,6 +9,9 @@ import numpy as np
 
 from kvservice.core.books import Books, Tenant
 from kvservice.core.errors import invariant
+from kvservice.core.handoff_choice import HandoffChoice
+from kvservice.core.outcomes import ItemOutcome
+from kvservice.core.records import Handoff, Session
 from kvservice.core.row_table import RowTable
 from kvservice.core.slot_pool import SlotPool, SlotState
 from kvservice.core.slots import I64
@@ -26,6 +29,7 @@ def check(state: KvState) -> None:
     _check_segments(books)
     _check_pins(books)
     _check_owners(books)
+    _check_transfers(books)
     _check_handoffs(books)
 
 
@@ -155,19 +159,44 @@ def _check_owners(books: Books) -> None:
     )
 
 
+def _check_transfers(books: Books) -> None:
+    """A one-sided transfer is of a living session, or ends by itself, or waits to be cut off."""
+    known: dict[int, Session] = {}
+    for session in books.sessions.values():
+        known.update(dict.fromkeys(session.transfers, session))
+    invariant(
+        sum(len(session.transfers) for session in books.sessions.values()) == len(known),
+        "a transfer has two owners",
+    )
+    for number, record in books.transfers.items():
+        owner = known.pop(number, None)
+        if record.owner is None:
+            invariant(
+                owner is None and not record.is_uncut, f"transfer {number} is the daemon's own, and owned"
+            )
+            continue
+        invariant(owner is None or owner is record.owner, f"transfer {number} is another session's")
+        is_due = record.until_ns > 0 and (record.until_ns, number) in books.deadlines
+        invariant(
+            (record.is_write and record.until_ns == 0) or (is_due and not record.is_uncut),
+            f"nothing ends the read {number}, or time would end the write {number}",
+        )
+        invariant(
+            (owner is not None) != record.is_uncut or is_due,
+            f"transfer {number} is nobody's, or its living writer was cut off",
+        )
+    invariant(not known, f"sessions have transfers that are not there: {sorted(known)}")
+
+
 def _check_handoffs(books: Books) -> None:
     """A handoff has one owner at each moment, and its memory is held while somebody may read it."""
     for handoff in books.handoffs.values():
-        number = handoff.handoff_id
-        invariant(handoff.owner.token in books.sessions, f"handoff {number} was offered by the dead")
-        invariant(number not in books.ended_handoffs, f"handoff {number} lives and has ended")
-        claimer = handoff.claimer
-        invariant((claimer is None) == (handoff.decision is None), f"handoff {number} is half claimed")
-        invariant(claimer is None or claimer.token in books.sessions, f"handoff {number} is a dead one's")
-        invariant(claimer is None or handoff.staged is None, f"handoff {number} is pinned twice")
-        invariant(handoff.deadline_ns <= handoff.hold_until_ns, f"handoff {number} outlives its hold")
-        for layout in handoff.layouts:
-            invariant(layout.layout_id in books.layouts, f"handoff {number} is of memory that is gone")
+        _check_handoff(books, handoff)
+    named = [h for h in books.handoffs.values() if h.owner.token in books.sessions]
+    invariant(
+        books.handoff_requests == {(h.owner.engine, h.request_id): h.handoff_id for h in named},
+        "the requests of handoffs differ from the handoffs of the living",
+    )
     for session in books.sessions.values():
         for name, known, found in (
             ("offers", session.offered, [h for h in books.handoffs.values() if h.owner is session]),
@@ -186,4 +215,33 @@ def _check_handoffs(books: Books) -> None:
         sum(len(s.segments) for s in books.sessions.values()) == len(books.engine_segments)
         and sum(len(s.layouts) for s in books.sessions.values()) == len(books.layouts),
         "a segment or layout has no owner",
+    )
+
+
+def _check_handoff(books: Books, handoff: Handoff) -> None:
+    number, claimer = handoff.handoff_id, handoff.claimer
+    is_staged = handoff.decision is not None and handoff.decision.choice is HandoffChoice.STAGED
+    is_without_memory = not handoff.layouts and (is_staged or handoff.staged is not None)
+    invariant(
+        handoff.owner.token in books.sessions or is_without_memory,
+        f"handoff {number} was offered by the dead",
+    )
+    invariant(number not in books.ended_handoffs, f"handoff {number} lives and has ended")
+    invariant((claimer is None) == (handoff.decision is None), f"handoff {number} is half claimed")
+    invariant(claimer is None or claimer.token in books.sessions, f"handoff {number} is a dead one's")
+    invariant(claimer is None or handoff.staged is None, f"handoff {number} is pinned twice")
+    invariant(handoff.deadline_ns <= handoff.hold_until_ns, f"handoff {number} outlives its hold")
+    invariant(not handoff.silent & books.sessions.keys(), f"handoff {number} calls the living silent")
+    for layout in handoff.layouts:
+        invariant(layout.layout_id in books.layouts, f"handoff {number} is of memory that is gone")
+    lease, ended = books.leases.get(handoff.lease_id), books.ended.get(handoff.lease_id)
+    invariant(is_staged == (handoff.lease_id > 0), f"handoff {number} goes through the arena without a lease")
+    invariant(
+        lease is None or (lease.session is claimer and lease.deadline_ns >= handoff.deadline_ns),
+        f"handoff {number} outlives its lease",
+    )
+    # Only so may Complete answer DONE: what was read was read under the lease.
+    invariant(
+        ended is None or ended.outcome is ItemOutcome.ALREADY_RELEASED,
+        f"handoff {number} has lost its lease by no word of its claimer",
     )

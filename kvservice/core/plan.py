@@ -131,6 +131,8 @@ class Planner:
         self._max_operation_bytes = max_operation_bytes
         self._block_bytes = source.block_bytes
         self._fragments = shared_fragments(source, target)
+        is_whole = source.pieces_count == target.pieces_count == 1
+        self._is_plain = is_whole and self._block_bytes <= max_operation_bytes
 
     def plan(self, source_blocks: I64, target_blocks: I64) -> Plan:
         """Plan to move block `source_blocks[i]` of the source to block `target_blocks[i]` of the target.
@@ -142,6 +144,8 @@ class Planner:
             BatchSizeError: more operations than a plan may have.
         """
         self._check_blocks(source_blocks, target_blocks)
+        if len(source_blocks) == 1 and self._is_plain:
+            return self._plan_one(source_blocks, target_blocks)
         order = np.argsort(source_blocks)
         sources, targets = source_blocks[order], target_blocks[order]
         is_source_unique = bool((sources[1:] != sources[:-1]).all())
@@ -173,6 +177,20 @@ class Planner:
             lengths=runs.lengths.view(np.uint64),
             total_bytes=len(target_blocks) * self._block_bytes,
             target=self._target,
+            target_blocks=target_blocks.copy(),
+        )
+
+    def _plan_one(self, source_blocks: I64, target_blocks: I64) -> Plan:
+        """Plan for one block in one piece: on so little, what `plan` sorts costs more than the read."""
+        source, target = self._source, self._target
+        return Plan(
+            source_segments=source.segments,
+            source_offsets=source.offsets + source.strides * source_blocks.view(np.uint64),
+            target_segments=target.segments,
+            target_offsets=target.offsets + target.strides * target_blocks.view(np.uint64),
+            lengths=source.lengths,
+            total_bytes=self._block_bytes,
+            target=target,
             target_blocks=target_blocks.copy(),
         )
 

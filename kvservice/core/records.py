@@ -76,6 +76,7 @@ class Session:
     layouts: set[int] = field(default_factory=set)
     offered: set[int] = field(default_factory=set)
     claimed: set[int] = field(default_factory=set)
+    transfers: set[int] = field(default_factory=set)
     notices: dict[int, Notice] = field(default_factory=dict)
 
     @property
@@ -143,26 +144,38 @@ class Quarantine:
 
 @dataclass(slots=True)
 class TransferRecord:
-    """A wire that touches slots now."""
+    """A wire that touches slots now.
+
+    owner: the session whose process moves the bytes, one-sidedly; None where this daemon moves them.
+    until_ns: when no operation of the owner's can touch the slots any more; 0 where only its end tells.
+    is_uncut: a one-sided write that failed, or whose writer is gone: bytes of it may still be on their
+        way, and stay so until the end that takes them in has been cut off.
+    """
 
     transfer_id: int
     capability_id: int
     batch: SlotBatch
     slot_indexes: I64
     is_write: bool
-    checksums: U32 | None = None
+    owner: Session | None = None
+    until_ns: int = 0
+    is_uncut: bool = False
 
 
 @dataclass(slots=True)
 class Handoff:
     """Blocks on their way from the session that offered them to the one that claims them.
 
+    owner: lives, but where the handoff goes through the arena: that survives it.
     spaces: of the parts of each key. keys: packed.
-    layouts: one for each space; none where the blocks lie in the arena only.
+    layouts: one for each space; none where the blocks lie in the arena only, now or from the first.
     blocks, checksums: (keys * spaces,) uint32, key-major; no checksums at all for none.
     staged: the blocks in the arena, pinned until the claim or the end; None where they are not.
     deadline_ns: by when it must be claimed, or renewed by its claimer.
     hold_until_ns: no renewal goes beyond it.
+    lease_id: of a claim through the arena; the lease itself is gone if its claimer has released it.
+    silent: tokens of processes of the claimer's engine that fell silent during the claim, on other
+        hosts, and may be reading all the same.
     """
 
     handoff_id: int
@@ -180,6 +193,7 @@ class Handoff:
     claimer: Session | None = None
     decision: Decision | None = None
     lease_id: int = 0
+    silent: set[bytes] = field(default_factory=set)
 
 
 @dataclass(slots=True)

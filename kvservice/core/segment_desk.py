@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvservice.core.answers import SegmentsAnswer
 from kvservice.core.books import Books
-from kvservice.core.engine_memory import KnownLayout, KnownSegment, check_count
+from kvservice.core.engine_memory import KnownLayout, KnownSegment, check_call, check_count
 from kvservice.core.errors import DrainingError, InvalidFieldError, SegmentInUseError
 from kvservice.core.events import RegisterSegments, UnregisterSegments
 from kvservice.core.handoff_desk import HandoffDesk
-from kvservice.core.limits import LAYOUTS_PER_CALL_LIMIT, SEGMENTS_PER_CALL_LIMIT
 from kvservice.core.records import Session
+from kvservice.core.slots import U64
 
 
 class SegmentDesk:
@@ -25,12 +27,7 @@ class SegmentDesk:
         session = books.session(event.token, now)
         if books.is_draining:
             raise DrainingError("the daemon is stopping and takes no segments", retry_after_ms=1000)
-        for name, count, smallest, most in (
-            ("segments", len(event.segments), 1, SEGMENTS_PER_CALL_LIMIT),
-            ("layouts", len(event.layouts), 0, LAYOUTS_PER_CALL_LIMIT),
-        ):
-            if not smallest <= count <= most:
-                raise InvalidFieldError(f"{name} has {count} entries; {smallest} to {most} are allowed")
+        check_call(segments_count=len(event.segments), layouts_count=len(event.layouts))
         check_count(
             len(session.segments) + len(event.segments),
             "segments (limits.max_engine_segments)",
@@ -41,9 +38,14 @@ class SegmentDesk:
             "layouts (limits.max_layouts)",
             most=books.limits.max_layouts,
         )
-        sizes = [segment.size_bytes for segment in event.segments]
-        for layout in event.layouts:
-            layout.check(sizes)
+        sizes: U64 = np.array([segment.size_bytes for segment in event.segments], dtype=np.uint64)
+        for index, layout in enumerate(event.layouts):
+            # It has held its pieces to segments of the sizes that it was given: they must be these.
+            if not np.array_equal(layout.segment_sizes_bytes, sizes):
+                raise InvalidFieldError(
+                    f"layouts[{index}] is over segments of {layout.segment_sizes_bytes.tolist()[:8]} bytes; "
+                    f"those of the call have {sizes.tolist()[:8]}"
+                )
         known = tuple(KnownSegment(books.mint(), segment, session.token) for segment in event.segments)
         layouts = [KnownLayout(books.mint(), layout, known, session.token) for layout in event.layouts]
         books.engine_segments.update((segment.segment_id, segment) for segment in known)

@@ -21,6 +21,7 @@ from kvservice.core.limits import (
     SPACES_PER_CALL_LIMIT,
 )
 from kvservice.core.namespace import Space, namespace_id
+from kvservice.core.one_sided_desk import close_transfers
 from kvservice.core.records import Session
 from kvservice.core.removal import withdraw
 from kvservice.core.representation import Part, check_part
@@ -100,6 +101,7 @@ class SessionDesk:
         # Before the leases: that of a claimed handoff ends with it.
         self._handoffs.close(session, now, is_certain=is_certain)
         self._segments.close(session, now)
+        close_transfers(books, session, is_certain=is_certain)
         for reservation_id in sorted(session.reservations):
             self._reservations.lose(books.reservations[reservation_id], now)
         for lease_id in sorted(session.leases):

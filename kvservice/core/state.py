@@ -22,6 +22,7 @@ from kvservice.core.eviction import LeastRecentlyUsed
 from kvservice.core.handoff_desk import HandoffDesk
 from kvservice.core.lease_desk import LeaseDesk
 from kvservice.core.limits import Limits
+from kvservice.core.one_sided_desk import OneSidedDesk
 from kvservice.core.records import Session
 from kvservice.core.reservation_desk import ReservationDesk
 from kvservice.core.row_table import TableOperations
@@ -76,6 +77,7 @@ class KvState:
             self.books, self._reservations, self._leases, self._handoffs, self._segments
         )
         self._transfers = TransferDesk(self.books)
+        self._one_sided = OneSidedDesk(self.books)
         self._beats = BeatDesk(self.books, self._leases, self._handoffs)
         self._now = 0
         self._handlers: dict[type[events.Event[Any]], _Handler] = {
@@ -95,6 +97,9 @@ class KvState:
             events.Abort: self._reservations.abort,
             events.BeginTransfer: self._transfers.begin,
             events.EndTransfer: self._transfers.end,
+            events.BeginOneSided: self._one_sided.begin,
+            events.EndOneSided: self._one_sided.end,
+            events.WritersCut: self._one_sided.cut,
             events.RegisterSegments: self._segments.register,
             events.UnregisterSegments: self._segments.unregister,
             events.Offer: self._handoffs.offer,
@@ -153,6 +158,7 @@ class KvState:
         lease = books.leases.get(handle)
         reservation = books.reservations.get(handle)
         handoff, hold = books.handoffs.get(handle), books.holds.get(handle)
+        transfer = books.transfers.get(handle)
         deadline: int | None = None
         if lease is not None:
             deadline, end = lease.deadline_ns, partial(self._leases.expire, lease, now)
@@ -162,6 +168,8 @@ class KvState:
             deadline, end = handoff.deadline_ns, partial(self._handoffs.expire, handoff, now)
         elif hold is not None:
             deadline, end = hold.until_ns, partial(self._handoffs.let_go, hold)
+        elif transfer is not None:
+            deadline, end = transfer.until_ns, partial(self._one_sided.expire, transfer)
         elif session is not None and session.token in books.sessions:
             deadline, end = (
                 self._sessions.silent_until(session),

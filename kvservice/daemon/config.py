@@ -34,6 +34,7 @@ from kvservice.daemon.settings import (
     ServerSettings,
     Settings,
     TenantSettings,
+    UcxSettings,
     check_tenant_name,
     read,
     settings_of,
@@ -51,8 +52,10 @@ __all__ = [
     "SettingDescription",
     "Settings",
     "TenantSettings",
+    "UcxSettings",
     "default_segment_bytes",
     "describe",
+    "lender_environment",
     "load",
     "read_server_key",
 ]
@@ -68,6 +71,17 @@ MAX_CONFIG_BYTES = MIB
 """A larger file holds no settings; without a bound a device file would never end."""
 
 RANDOM_SERVER_KEY_BYTES = 32
+
+UCX_PREFIX = "UCX_"
+LENDER_VARIABLES = frozenset(
+    {
+        *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "HOME", "TMPDIR", "LANG", "LC_ALL", "TZ"),
+        *("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "VIRTUAL_ENV"),
+        "CUDA_VISIBLE_DEVICES",
+    }
+)
+"""What the process that lends the arena gets of the environment, beside UCX's own variables. Every peer
+can read its memory, so it is told what it needs to run, and no secret of anybody's."""
 
 # Kubernetes puts these into every pod beside a Service whose name begins with "kvservice". They are not ours
 # and not typing errors: the names have no "__", and a port is a URL where a setting never is.
@@ -123,6 +137,7 @@ def load(
         lease=_section(LeaseSettings, "lease", given),
         limits=_section(LimitsSettings, "limits", given),
         security=_section(SecuritySettings, "security", given),
+        ucx=_section(UcxSettings, "ucx", given),
         tenants=tuple(
             _section(partial(TenantSettings, name=name), f"tenants.{name}", given)
             for name in (DEFAULT_TENANT, *sorted(names))
@@ -139,6 +154,16 @@ def describe() -> list[SettingDescription]:
         for table, section in SECTIONS.items()
         for key, rule, setting in settings_of(section, table)
     ]
+
+
+def lender_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of the process that lends the arena. `environ` None: out of this process's."""
+    environ = os.environ if environ is None else environ
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in LENDER_VARIABLES or name.startswith(UCX_PREFIX)
+    }
 
 
 def default_segment_bytes(capacity_bytes: int) -> int:

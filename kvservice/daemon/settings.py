@@ -183,6 +183,28 @@ class SecuritySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UcxSettings:
+    """Whether the arena is lent over UCX. It is for trusted networks: a key protects none of it."""
+
+    enabled: str = _setting(
+        "off", units.choices("off", "on"), "lend the arena over UCX, out of a process of its own"
+    )
+    library: str = _setting(
+        "auto", units.names(), "which UCX: auto, wheel (the package), system, or the path of libucp.so.0"
+    )
+    transports: str = _setting("", units.names(), "what UCX may use, as UCX_TLS takes it; empty: its choice")
+    devices: str = _setting(
+        "",
+        units.names(),
+        "network devices, as UCX_NET_DEVICES takes them; lists separated by ; are lanes; empty: its choice",
+    )
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _check(self, "ucx")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TenantSettings:
     """One tenant: who it is and how much it may hold."""
 
@@ -216,6 +238,7 @@ class Settings:
     lease: LeaseSettings = field(default_factory=LeaseSettings)
     limits: LimitsSettings = field(default_factory=LimitsSettings)
     security: SecuritySettings = field(default_factory=SecuritySettings)
+    ucx: UcxSettings = field(default_factory=UcxSettings)
     tenants: tuple[TenantSettings, ...] = field(default_factory=lambda: (TenantSettings(),))
 
     def __post_init__(self) -> None:
@@ -304,6 +327,7 @@ SECTIONS: dict[str, type[Any]] = {
     "lease": LeaseSettings,
     "limits": LimitsSettings,
     "security": SecuritySettings,
+    "ucx": UcxSettings,
     "tenants.NAME": TenantSettings,
 }
 """The table of each section."""

@@ -29,6 +29,9 @@ UID_MAX = 2**32 - 2
 
 MAX_UIDS = 1024
 
+MAX_NAMES_CHARACTERS = 1024
+"""A way to a segment of memory, which names devices, travels in so many bytes."""
+
 _SIZE = re.compile(r"([0-9]{1,19}) ?([A-Za-z]*)", re.ASCII)
 _INTEGER = re.compile(r"[+-]?[0-9]{1,19}", re.ASCII)
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})", re.ASCII)
@@ -185,6 +188,17 @@ def paths(max_bytes: int) -> Rule:
         return text
 
     return texts(f'a path of at most {max_bytes} bytes, or ""', check)
+
+
+def names() -> Rule:
+    """Allow a list of names in whatever form another program takes it, or nothing."""
+
+    def check(text: str) -> str:
+        if not text.isprintable() or len(text) > MAX_NAMES_CHARACTERS:
+            raise ValueError("it has characters that cannot be printed, or too many")
+        return text
+
+    return texts(f"printable text of at most {MAX_NAMES_CHARACTERS} characters", check)
 
 
 def sha256_digests() -> Rule:

@@ -17,22 +17,24 @@ from typing import Any
 import kvservice
 from kvservice import native
 from kvservice.core.books import COUNTER_BITS
-from kvservice.core.errors import ArenaFullError, InvariantError
-from kvservice.core.events import Drain
+from kvservice.core.errors import ArenaFullError, InvariantError, NoWayError
+from kvservice.core.events import Drain, WritersCut
 from kvservice.core.limits import Limits
+from kvservice.core.one_sided_desk import uncut_transfers
 from kvservice.core.records import Notice
 from kvservice.core.state import KvState
-from kvservice.daemon.config import Settings, read_server_key
-from kvservice.engine.arena import Arena
+from kvservice.daemon.config import ConfigError, Settings, lender_environment, read_server_key
 from kvservice.engine.clock import LONGEST_GAP_NS, StallAwareClock
 from kvservice.engine.coordinator import ArenaAuthority, Coordinator
 from kvservice.engine.reaper import Reaper
+from kvservice.engine.ucx_arena import LentArena, UcxArena
 from kvservice.engine.verification import Verifier
 from kvservice.service.credentials import Credentials
 from kvservice.service.dispatcher import Dispatcher, Facts
 from kvservice.service.event_feed import EventFeed
 from kvservice.service.grpc_server import GrpcServer
 from kvservice.service.lane_server import LaneServer
+from kvservice.transports.one_sided import EndpointSettings
 from kvservice.transports.tcp import TcpServer
 
 _log = logging.getLogger(__name__)
@@ -68,7 +70,8 @@ class Daemon:
         self._tcp: TcpServer | None = None
         self._grpc: GrpcServer | None = None
         self._lane: LaneServer | None = None
-        self._arena: Arena | None = None
+        self._arena: LentArena | None = None
+        self._lender: UcxArena | None = None
         self._coordinator: Coordinator | None = None
 
     async def start(self) -> Endpoints:
@@ -77,11 +80,12 @@ class Daemon:
         Raises:
             OSError: an address is in use or cannot be had.
             NotEnoughMemoryError: the arena does not fit.
+            ConfigError: UCX is asked for, and cannot be used here.
         """
         settings, limits = self._settings, self._limits
         check_memory(limits.arena_bytes)
         try:
-            arena = Arena(segments_count=limits.segments_count, segment_bytes=limits.segment_bytes)
+            arena = LentArena(segments_count=limits.segments_count, segment_bytes=limits.segment_bytes)
         except ArenaFullError as error:
             raise NotEnoughMemoryError(error.message) from error
         self._arena = arena
@@ -98,6 +102,7 @@ class Daemon:
         coordinator = Coordinator(state, arena=arena, clock=clock)
         self._coordinator = coordinator
         tcp_address = self._start_tcp(ArenaAuthority(coordinator, arena))
+        await self._start_lender(coordinator, arena)
         facts = Facts(
             version=kvservice.__version__,
             incarnation=incarnation,
@@ -106,7 +111,7 @@ class Daemon:
             socket_path=settings.server.socket_path,
             tcp_address=tcp_address,
         )
-        dispatcher = Dispatcher(coordinator, Verifier(coordinator, arena), facts)
+        dispatcher = Dispatcher(coordinator, Verifier(coordinator, arena), facts, self._lender)
         credentials = credentials_of(settings)
         feed = EventFeed(coordinator, incarnation)
         self._lane = LaneServer(
@@ -144,6 +149,8 @@ class Daemon:
             self._lane.stop()
         if self._tcp is not None:
             await asyncio.to_thread(self._tcp.stop)
+        if self._lender is not None:
+            await asyncio.to_thread(self._lender.stop)
         if self._arena is not None:
             self._arena.close()
 
@@ -156,6 +163,24 @@ class Daemon:
         )
         return self._tcp.start()
 
+    async def _start_lender(self, coordinator: Coordinator, arena: LentArena) -> None:
+        """Lend the arena over UCX, if that is asked for."""
+        settings = self._settings.ucx
+        if settings.enabled == "off":
+            return
+        lender = UcxArena(
+            EndpointSettings("ucx", settings.library, settings.transports, settings.devices),
+            lender_environment(),
+            uncut=lambda: coordinator.look(lambda state, _: uncut_transfers(state.books)),
+            cut=lambda transfer_ids: coordinator.submit(WritersCut(transfer_ids)),
+        )
+        segments = {number: arena.segment(number) for number in range(self._limits.segments_count)}
+        try:
+            await asyncio.to_thread(lender.start, segments)
+        except NoWayError as error:
+            raise ConfigError(f'ucx.enabled = "on": {error.message}', "ucx.enabled") from error
+        self._lender = arena.lender = lender
+
     async def _start_grpc(self) -> str:
         listen = self._settings.server.grpc_listen
         if not listen or self._grpc is None:
@@ -167,7 +192,7 @@ class Daemon:
         """Hand the coordinator's news, from whatever thread, to the event loop."""
         loop = asyncio.get_running_loop()
         loop_thread = threading.get_ident()
-        lane, grpc_server = self._lane, self._grpc
+        lane, grpc_server, lender = self._lane, self._grpc, self._lender
         assert lane is not None and grpc_server is not None  # noqa: S101, PT018 - built just before
 
         def on_loop(call: Callable[..., Any]) -> Callable[..., None]:
@@ -199,6 +224,8 @@ class Daemon:
         def session_ended(token: bytes) -> None:
             lane.session_ended(token)
             grpc_server.session_ended(token)
+            if lender is not None:
+                lender.look_again()  # It may have left writes that are to be cut off.
 
         coordinator.on_session_end = on_loop(session_ended)
         coordinator.on_news = on_loop(feed.wake)

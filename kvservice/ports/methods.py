@@ -44,3 +44,5 @@ class Method(IntEnum):
     REJECT_HANDOFF = 73
     ABORT_HANDOFF = 74
     GET_HANDOFF = 75
+    BEGIN_TRANSFER = 80
+    END_TRANSFER = 81

@@ -77,5 +77,8 @@ class OneSided(Protocol):
             DeadlineError: it took longer than `timeout_s`.
         """
 
+    def describe(self, segment: EngineSegment, timeout_s: float) -> tuple[str, ...]:
+        """Say for each lane by which device a segment would be read; for people. Raises as `read`."""
+
     def close(self) -> None:
         """Let go of all peers and of all memory that is lent. Idempotent."""

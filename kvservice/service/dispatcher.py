@@ -24,11 +24,13 @@ from kvservice.core import events
 from kvservice.core.errors import MalformedError, SessionUnknownError, UnknownMethodError
 from kvservice.core.limits import Limits
 from kvservice.engine.coordinator import Coordinator
+from kvservice.engine.ucx_arena import UcxArena
 from kvservice.engine.verification import Verifier
 from kvservice.ports.methods import Method
 from kvservice.service import handoff_mapping, mapping
 from kvservice.service.handoff_operations import HandoffOperations
 from kvservice.service.tier_report import tier_report
+from kvservice.service.transfer_operations import TransferOperations
 
 TOKEN_BYTES = 16
 
@@ -73,12 +75,18 @@ class Operation:
 
 
 class Dispatcher:
-    """Finds and runs the operation of a method."""
+    """Finds and runs the operation of a method.
 
-    def __init__(self, coordinator: Coordinator, verifier: Verifier, facts: Facts) -> None:
+    lender: of the arena; None where it is lent to nobody.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, verifier: Verifier, facts: Facts, lender: UcxArena | None = None
+    ) -> None:
         self._submit = coordinator.submit
         self._coordinator = coordinator
         self._verifier = verifier
+        self._lender = lender
         self.facts = facts
         self.operations = self._table()
 
@@ -151,6 +159,7 @@ class Dispatcher:
                 self._capabilities,
             ),
             *HandoffOperations(self._coordinator).rows(),
+            *TransferOperations(self._coordinator, self._lender).rows(),
         ]
         return {
             method: Operation(
@@ -277,4 +286,7 @@ class Dispatcher:
         for name, address in (("shm", facts.socket_path), ("tcp", facts.tcp_address)):
             if address:
                 response.transports.add(name=name, address=address)
+        if self._lender is not None:
+            lender = self._lender.facts
+            response.transports.add(name=lender.transport, address=",".join(lender.rdma_devices))
         return response

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from kvproto.kv.v1 import handoff_service_pb2, segment_service_pb2
 from kvservice.core import events
 from kvservice.core.answers import ClaimAnswer, HandoffAnswer, OfferAnswer, SegmentsAnswer
-from kvservice.core.engine_memory import EngineLayout, EngineSegment, KnownLayout, MemoryKind, SegmentWay
+from kvservice.core.block_geometry import BlockGeometry
+from kvservice.core.engine_memory import EngineSegment, KnownLayout, MemoryKind, SegmentWay, check_call
 from kvservice.core.errors import InvalidFieldError
 from kvservice.core.handoff_choice import HandoffPolicy
 from kvservice.core.records import HandoffState, Notice
 from kvservice.core.slots import U32, U64
 from kvservice.service.mapping import duration, lease_message, packed_u32, ttl_ns, u64_array
 
+LAYOUTS_REMEMBERED = 256
+"""Descriptions of engines' memory; each is some kilobytes for a model with a tensor a layer."""
+
 
 def register_event(
     token: bytes, request: segment_service_pb2.RegisterSegmentsRequest
 ) -> events.RegisterSegments:
     """RegisterSegmentsRequest to event; raises InvalidFieldError."""
-    return events.RegisterSegments(
-        token,
-        tuple(_segment_of(segment) for segment in request.segments),
-        tuple(_layout_of(layout) for layout in request.layouts),
+    # Before the work that grows with them.
+    check_call(segments_count=len(request.segments), layouts_count=len(request.layouts))
+    segments = tuple(_segment_of(segment) for segment in request.segments)
+    sizes: U64 = np.array([segment.size_bytes for segment in segments], dtype=np.uint64)
+    layouts = tuple(
+        _layout_of(layout, f"layouts[{index}]", sizes) for index, layout in enumerate(request.layouts)
     )
+    return events.RegisterSegments(token, segments, layouts)
 
 
 def register_response(answer: SegmentsAnswer) -> segment_service_pb2.RegisterSegmentsResponse:
@@ -125,14 +134,24 @@ def _segment_of(message: segment_service_pb2.EngineSegment) -> EngineSegment:
     return EngineSegment(message.base_address, message.size_bytes, kind, ways)
 
 
-def _layout_of(message: segment_service_pb2.BlockLayout) -> EngineLayout:
-    return EngineLayout(
-        packed_u32(message.piece_segments, "layouts.piece_segments"),
-        packed_u64(message.piece_offsets_bytes, "layouts.piece_offsets_bytes"),
-        packed_u64(message.piece_strides_bytes, "layouts.piece_strides_bytes"),
-        packed_u64(message.piece_lengths_bytes, "layouts.piece_lengths_bytes"),
-        message.blocks_count,
-    )
+def _layout_of(
+    message: segment_service_pb2.BlockLayout, name: str, segment_sizes_bytes: U64
+) -> BlockGeometry:
+    segments = packed_u32(message.piece_segments, f"{name}.piece_segments")
+    offsets = packed_u64(message.piece_offsets_bytes, f"{name}.piece_offsets_bytes")
+    strides = packed_u64(message.piece_strides_bytes, f"{name}.piece_strides_bytes")
+    lengths = packed_u64(message.piece_lengths_bytes, f"{name}.piece_lengths_bytes")
+    try:
+        return BlockGeometry(
+            segment_sizes_bytes=segment_sizes_bytes,
+            segments=segments,
+            offsets=offsets,
+            strides=strides,
+            lengths=lengths,
+            blocks_count=message.blocks_count,
+        )
+    except InvalidFieldError as error:
+        raise InvalidFieldError(f"{name}: {error.message}") from None
 
 
 def packed_u64(packed: bytes, field: str) -> U64:
@@ -143,14 +162,23 @@ def packed_u64(packed: bytes, field: str) -> U64:
 
 
 def _direct_source(answer: ClaimAnswer) -> handoff_service_pb2.DirectSource:
-    """Name each segment once, although many layouts lie in it."""
-    source = handoff_service_pb2.DirectSource(
-        engine_incarnation=answer.engine_incarnation,
-        blocks=answer.blocks.tobytes(),
-        checksums=answer.checksums.tobytes(),
-    )
+    source = handoff_service_pb2.DirectSource()
+    source.CopyFrom(_memory_of(answer.layouts))
+    source.engine_incarnation = answer.engine_incarnation
+    source.blocks = answer.blocks.tobytes()
+    source.checksums = answer.checksums.tobytes()
+    return source
+
+
+@functools.lru_cache(LAYOUTS_REMEMBERED)
+def _memory_of(layouts: tuple[KnownLayout, ...]) -> handoff_service_pb2.DirectSource:
+    """Describe the memory of some layouts, each segment once, although many layouts lie in it.
+
+    Remembered, since an engine offers out of the same layouts for all of its life.
+    """
+    source = handoff_service_pb2.DirectSource(layout_ids=[known.layout_id for known in layouts])
     places: dict[int, int] = {}
-    for known in answer.layouts:
+    for known in layouts:
         for index in np.unique(known.layout.segments).tolist():
             segment = known.segments[index]
             if segment.segment_id not in places:

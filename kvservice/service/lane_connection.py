@@ -71,17 +71,19 @@ class LaneConnection:
         self._unsent_bytes = 0
         self._watchers: set[asyncio.Task[None]] = set()
         self._is_open = True
+        self._is_heard = True
+        self._is_session_unused = False
         loop.add_reader(connection.fileno(), self._readable)
 
     def push(self, packed: bytes, descriptors: list[int] | None = None) -> None:
         """Send a frame, with descriptors beside its first byte; never blocks."""
-        if not self._is_open:
+        if not (self._is_open and self._is_heard):
             return
         if not self._unsent:
             sent = self._send(packed, descriptors or [])
             if sent == len(packed):
                 return
-            if sent < 0 or not self._is_open:
+            if sent < 0:
                 return
             descriptors = descriptors if sent == 0 else None
             packed = packed[sent:]
@@ -104,6 +106,10 @@ class LaneConnection:
         for watcher in self._watchers:
             watcher.cancel()
         self._server.connection_closed(self)
+        if self._is_session_unused:
+            # Who attached may have given up before the answer came. Nobody would use or end
+            # the session, and whatever its engine loses would wait for its word.
+            self._server.drop_session(self.caller.token)
 
     def _readable(self) -> None:
         try:
@@ -145,6 +151,7 @@ class LaneConnection:
         """Run one request and send what it answers; raises KvError for a refusal."""
         if frame.kind is not FrameKind.REQUEST:
             raise MalformedError(f"a client sends requests, not {frame.kind.name} frames")
+        self._is_session_unused = False
         if frame.method == Method.MAP_SEGMENTS:
             self._map_segments(frame)
             return
@@ -164,9 +171,10 @@ class LaneConnection:
             self.caller = Caller(self.caller.tenant, b"", is_local=True)
 
     def _attached(self, body: bytes) -> None:
-        token = session_service_pb2.AttachResponse.FromString(body).session_token
-        self.caller = Caller(self.caller.tenant, token, is_local=True)
-        self._server.session_attached(self, token)
+        attached = session_service_pb2.AttachResponse.FromString(body)
+        self.caller = Caller(self.caller.tenant, attached.session_token, is_local=True)
+        self._is_session_unused = not attached.resumed
+        self._server.session_attached(self, attached.session_token)
 
     def _map_segments(self, frame: Frame) -> None:
         """Hand over the memory of segments that are lent to the caller's tenant."""
@@ -222,7 +230,11 @@ class LaneConnection:
             self.push(encode(FrameKind.ERROR, frame.method, frame.call_id, 0, body))
 
     def _send(self, packed: bytes | memoryview, descriptors: list[int]) -> int:
-        """Return the bytes that went; -1 when the connection is gone."""
+        """Return the bytes that went; -1 when nobody is there to hear them.
+
+        What the peer said before it hung up still counts, a good-bye above all: that is
+        read on, until the end of it closes the connection.
+        """
         try:
             if descriptors:
                 return socket.send_fds(self._socket, [packed], descriptors)
@@ -230,7 +242,10 @@ class LaneConnection:
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:
-            self.close()
+            self._is_heard = False
+            self._unsent.clear()
+            self._unsent_bytes = 0
+            self._loop.remove_writer(self._socket.fileno())
             return -1
 
     def _writable(self) -> None:

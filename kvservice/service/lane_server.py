@@ -127,7 +127,7 @@ class LaneServer:
             return
         pidfd = os.dup(connection.process.pidfd)
         self._pidfds[token] = pidfd
-        self._loop.add_reader(pidfd, self._process_died, token)
+        self._loop.add_reader(pidfd, self._end_session, token)
 
     def connection_closed(self, connection: LaneConnection) -> None:
         """A connection is gone; its session lives on with its process."""
@@ -136,12 +136,17 @@ class LaneServer:
         if self._by_token.get(token) is connection:
             del self._by_token[token]
 
+    def drop_session(self, token: bytes) -> None:
+        """End a session that its connection has left behind."""
+        # Soon, since a connection also closes within an effect, under the coordinator's lock.
+        self._loop.call_soon(self._end_session, token)
+
     def _tell(self, token: bytes, message: session_service_pb2.StreamResponse) -> None:
         connection = self._by_token.get(token)
         if connection is not None:
             connection.push(encode(FrameKind.STREAM, Method.STREAM, 0, 0, message.SerializeToString()))
 
-    def _process_died(self, token: bytes) -> None:
+    def _end_session(self, token: bytes) -> None:
         self.coordinator.submit(SessionEnded(token))
         self.session_ended(token)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvservice import native
 from kvservice.core.engine_memory import EngineSegment, MemoryKind, SegmentWay
-from kvservice.core.errors import InvalidFieldError, NoWayError, PeerUnavailableError
+from kvservice.core.errors import DeadlineError, InvalidFieldError, NoWayError, PeerUnavailableError
 from kvservice.core.slots import U64
 from kvservice.ports.one_sided import RemoteRead
 from kvservice.transports.read_bounds import check_read
@@ -53,9 +53,12 @@ class InprocMemoryHub:
 class InprocLent:
     """Memory lent to other endpoints of the process."""
 
-    def __init__(self, hub: InprocMemoryHub, address: int, size_bytes: int) -> None:
+    def __init__(self, hub: InprocMemoryHub, address: int, size_bytes: int, lent: set[InprocLent]) -> None:
+        """Lend it. lent: what an endpoint lends; it stands there until it is closed."""
         self._hub = hub
         self._number = hub.add(address, size_bytes)
+        self._lent = lent
+        lent.add(self)
 
     @property
     def ways(self) -> tuple[SegmentWay, ...]:
@@ -65,6 +68,7 @@ class InprocLent:
     def close(self) -> None:
         """See LentMemory."""
         self._hub.remove(self._number)
+        self._lent.discard(self)
 
 
 class InprocEndpoint:
@@ -72,13 +76,18 @@ class InprocEndpoint:
 
     def __init__(self, hub: InprocMemoryHub) -> None:
         self._hub = hub
-        self._lent: list[InprocLent] = []
+        self._lent: set[InprocLent] = set()
         self._is_closed = False
 
     @property
     def transport(self) -> str:
         """See OneSided."""
         return TRANSPORT
+
+    @property
+    def lent_count(self) -> int:
+        """Number of segments that it lends."""
+        return len(self._lent)
 
     def lend(self, address: int, size_bytes: int, kind: MemoryKind) -> InprocLent:
         """See OneSided."""
@@ -87,14 +96,14 @@ class InprocEndpoint:
             raise InvalidFieldError("the in-process endpoint lends memory of the host only")
         if not address or not size_bytes:
             raise InvalidFieldError(f"{size_bytes} bytes at {address:#x} is no memory to lend")
-        lent = InprocLent(self._hub, address, size_bytes)
-        self._lent.append(lent)
-        return lent
+        return InprocLent(self._hub, address, size_bytes, self._lent)
 
     def read(self, read: RemoteRead) -> None:
         """See OneSided."""
         self._check_open()
         check_read(read)
+        if read.timeout_s <= 0:
+            raise DeadlineError(f"a read was to be done within {read.timeout_s:.3f} s; none of it was posted")
         bases: U64 = np.array([self._base(segment) for segment in read.segments], np.uint64)
         native.copy_blocks(
             read.addresses, bases[read.segment_indexes] + read.offsets, read.lengths, None, None
@@ -102,10 +111,15 @@ class InprocEndpoint:
         for segment in read.segments:
             self._base(segment)  # Still lent: what was read while it was taken back is nothing.
 
+    def describe(self, segment: EngineSegment, timeout_s: float) -> tuple[str, ...]:
+        """See OneSided."""
+        self._base(segment)
+        return ("a copy within the process",)
+
     def close(self) -> None:
         """See OneSided."""
         self._is_closed = True
-        for lent in self._lent:
+        for lent in list(self._lent):
             lent.close()
 
     def _base(self, segment: EngineSegment) -> int:

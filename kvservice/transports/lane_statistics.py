@@ -121,6 +121,10 @@ class LaneStatistics:
         """Count a transfer in the windows that its time lies in, as far as they are kept."""
         last = ended_ns // WINDOW_NS
         self._advance(last)
+        if begun_ns // WINDOW_NS == last:
+            column = self._rows[:, last % WINDOWS_COUNT]
+            column += (size_bytes, errors_count, ended_ns - begun_ns, stalled_ns)
+            return
         first = max(begun_ns // WINDOW_NS, self._newest - WINDOWS_COUNT + 1)
         if last < first:
             return

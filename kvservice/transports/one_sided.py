@@ -78,7 +78,10 @@ def make_endpoint(settings: EndpointSettings) -> OneSided | None:
         return UcxEndpoint(settings)
     found = entry_points(group=ENTRY_POINT_GROUP, name=settings.transport)
     for entry_point in found:
-        factory: Callable[[EndpointSettings], OneSided] = entry_point.load()
+        try:
+            factory: Callable[[EndpointSettings], OneSided] = entry_point.load()
+        except (ImportError, AttributeError) as error:
+            raise NoWayError(f"{settings.transport} cannot be used here: {error}") from error
         return factory(settings)
     raise NoWayError(
         f"no one-sided transport {settings.transport!r}: built in is {BUILT_IN!r}, and no installed package "

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 
 from kvservice import native
-from tests.bench import cpu, lookup, shm, single, tcp
+from tests.bench import cpu, lookup, one_sided, planner, shm, single, tcp
 from tests.bench.daemons import ROOT
 from tests.bench.harness import COMMAND, Bench, table, write_json
 
@@ -24,6 +24,8 @@ GROUPS: dict[str, Callable[[Bench], None]] = {
     "lookup": lookup.run,
     "tcp": tcp.run,
     "cpu": cpu.run,
+    "planner": planner.run,
+    "ucx": one_sided.run,
 }
 """In the order in which they run; later work adds its own."""
 

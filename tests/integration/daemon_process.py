@@ -36,10 +36,11 @@ class DaemonProcess:
         settings: dict[str, object] | None = None,
         config: str = "",
         grpc_listen: str = "127.0.0.1:0",
+        tcp_listen: str = "127.0.0.1:0",
     ) -> None:
         self.socket_path = str(folder / "lane.sock")
         command = [sys.executable, "-m", "kvservice", "serve", "--socket-path", self.socket_path]
-        command += ["--grpc-listen", grpc_listen, "--tcp-listen", "127.0.0.1:0"]
+        command += ["--grpc-listen", grpc_listen, "--tcp-listen", tcp_listen]
         command += ["--capacity-bytes", capacity, "--segment-bytes", segment, "--log-level", "warning"]
         if config:
             (folder / "kvservice.toml").write_text(config)

@@ -1,7 +1,7 @@
 """A KvState next to a model of who may be reading what: each verb does the same to both, and compares.
 
 The model knows nothing of holds: it follows the processes that may be reading the memory of a handoff,
-and holds the state to them at every step.
+and holds the state to them at every step. What is in the arena may outlive who offered it.
 """
 
 from __future__ import annotations
@@ -65,16 +65,19 @@ class Person:
 class Passage:
     """What the model knows of a handoff.
 
+    layouts, transports: of the memory that it is offered from, and the ways there; gone if that is.
     slots: its blocks in the arena, if they are pinned there.
     readers: processes of the claimer's engine that may be reading the memory it came from: all that
         lived since the claim and have neither been seen to die nor let go.
     waiting: processes that have not let go of the lease, after the end of a claim through the arena.
+    is_lease_released: by the word of the claimer's engine, before the end.
     ends: states of which it has one, once it has ended.
     """
 
     handoff_id: int
     owner: Person
     offered: dict
+    layouts: tuple[int, ...]
     transports: frozenset[str]
     slots: object
     deadline_ns: int
@@ -82,6 +85,7 @@ class Passage:
     claimer: Person | None = None
     is_direct: bool = False
     lease_id: int = 0
+    is_lease_released: bool = False
     readers: set[bytes] = field(default_factory=set)
     waiting: set[bytes] = field(default_factory=set)
     ends: set[HandoffState] = field(default_factory=set)
@@ -94,6 +98,24 @@ class Passage:
     def is_claimed_directly(self) -> bool:
         """Whether somebody reads the memory that it came from."""
         return self.claimer is not None and self.is_direct
+
+    @property
+    def is_in_arena(self) -> bool:
+        """Whether it needs nothing of who offered it."""
+        return self.slots is not None if self.claimer is None else not self.is_direct
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether nobody can be reading the memory it was offered from."""
+        if self.ends:
+            return self.is_released
+        return not self.layouts if self.claimer is None else not self.is_direct
+
+    @property
+    def is_news(self) -> bool:
+        """Whether there is something to tell its owner."""
+        is_left = self.layouts != self.offered["layouts"]
+        return is_left or self.claimer is not None or bool(self.ends)
 
 
 class HandoffTwin:
@@ -163,7 +185,9 @@ class HandoffTwin:
         else:
             assert person.client.unregister(*person.segments) == len(person.segments)
             for passage in touched:
-                if not passage.ends and passage.claimer is None:
+                if not passage.ends and passage.is_in_arena:
+                    self._leave(passage)
+                elif not passage.ends:
                     self._end(passage, {ABORTED}, is_by_word=True)
             person.layouts, person.segments = (), ()
         self._settle()
@@ -219,6 +243,7 @@ class HandoffTwin:
             answer.handoff_id,
             person,
             offered,
+            layouts,
             transports,
             located.slots if is_stored else None,
             now + min(ttl_s * SECOND_NS or TTL_NS, HOLD_NS),
@@ -231,9 +256,10 @@ class HandoffTwin:
         return passage
 
     def offer_again(self, person: Person, passage: Passage) -> None:
-        """Retry an offer, by any process of the engine, whatever has become of the first."""
+        """Retry an offer, by any process of the engine, whatever has become of the first but its death."""
         self._expire()
-        if passage.ends or person.engine != passage.owner.engine or not self._hear(person):
+        is_there = not passage.ends and passage.owner.client.token in self.people
+        if not is_there or person.engine != passage.owner.engine or not self._hear(person):
             return
         answer = person.client.offer(**passage.offered)
         assert answer.handoff_id == passage.handoff_id
@@ -267,6 +293,22 @@ class HandoffTwin:
             assert answer.lease.remaining_ns == answer.remaining_ns
             assert places_of(answer.lease.slots) == places_of(passage.slots)
             assert answer.lease.slots.generations.tolist() == passage.slots.generations.tolist()
+        self._settle()
+
+    def release(self, person: Person, passage: Passage) -> None:
+        """Release the lease of a claim through the arena, of one's own engine or of another's."""
+        if not passage.lease_id or not self._hear(person):
+            return
+        (outcome,) = person.client.release(passage.lease_id)
+        if passage.claimer.engine != person.engine:
+            assert outcome == ItemOutcome.UNKNOWN
+        elif passage.is_lease_released:
+            assert outcome == ItemOutcome.ALREADY_RELEASED
+        elif passage.ends:
+            assert outcome in {ItemOutcome.ALREADY_RELEASED, ItemOutcome.ALREADY_EXPIRED}
+        else:
+            assert outcome == ItemOutcome.DONE
+            passage.is_lease_released = True
         self._settle()
 
     def end(self, person: Person, passage: Passage, how: HandoffState) -> None:
@@ -319,7 +361,7 @@ class HandoffTwin:
         assert answer.revoked_ids.tolist() == self._owed(token)
         expected = {p.handoff_id: p for p in self.passages if p.owner is person and not p.is_noticed}
         given = {notice.handoff_id: notice for notice in answer.notices}
-        assert given.keys() == {i for i, p in expected.items() if p.claimer is not None or p.ends}
+        assert given.keys() == {i for i, p in expected.items() if p.is_news}
         for handoff_id, notice in given.items():
             self._check_notice(expected[handoff_id], notice)
         self._settle()
@@ -334,8 +376,7 @@ class HandoffTwin:
         answer = person.client.look(passage.handoff_id)
         states = passage.ends or {HandoffState.OFFERED if passage.claimer is None else HandoffState.CLAIMED}
         assert answer.state in states
-        is_read_elsewhere = passage.claimer is not None and not passage.is_direct
-        assert answer.is_released == (passage.is_released or is_read_elsewhere)
+        assert answer.is_released == passage.is_clear
         assert answer.choice == self._choice(passage)
         self._settle()
 
@@ -392,12 +433,8 @@ class HandoffTwin:
         # Of what is due at once, either may come first.
         due = {passage for passage in self._live() if passage.deadline_ns <= now}
         for passage in due:
-            alive = (
-                passage.owner.client.token not in self._mute
-                and (passage.claimer is None or passage.claimer.client.token not in self._mute)
-                and not any(set(p.layouts) & set(passage.offered["layouts"]) for p in silent)
-            )
-            self._end(passage, {EXPIRED} if alive else {EXPIRED, ABORTED}, is_by_word=False)
+            is_alone = any(self._needs(passage, person) for person in silent)
+            self._end(passage, {EXPIRED, ABORTED} if is_alone else {EXPIRED}, is_by_word=False)
         for person in silent:
             self._end_session(person, is_seen=False)
 
@@ -409,17 +446,28 @@ class HandoffTwin:
                 passage.readers.discard(token)
                 passage.waiting.discard(token)
         for passage in self._live():
-            is_gone = set(passage.offered["layouts"]) & set(person.layouts)
-            is_staged = passage.claimer is not None and not passage.is_direct
-            if person in {passage.owner, passage.claimer} or (is_gone and not is_staged):
+            if self._needs(passage, person):
                 self._end(passage, {ABORTED}, is_by_word=False)
+            elif passage.owner is person or set(passage.layouts) & set(person.layouts):
+                self.seen["outlived"] += passage.owner is person
+                self._leave(passage)
+
+    def _needs(self, passage: Passage, person: Person) -> bool:
+        """Whether the death of somebody ends a handoff."""
+        is_giver = passage.owner is person or bool(set(passage.layouts) & set(person.layouts))
+        return passage.claimer is person or (is_giver and not passage.is_in_arena)
+
+    def _leave(self, passage: Passage) -> None:
+        """Have a handoff go on without the memory that it was offered from."""
+        self.seen["left"] += bool(passage.layouts)
+        passage.layouts, passage.transports = (), frozenset()
 
     def _end(self, passage: Passage, states: set[HandoffState], *, is_by_word: bool) -> None:
         """End a handoff. is_by_word: of the claimer, that nobody of its engine reads any more."""
         passage.ends, passage.ended_ns = set(states), self.world.now_ns
         if is_by_word:
             passage.readers.clear()
-        elif passage.claimer is not None and not passage.is_direct:
+        elif passage.lease_id and not passage.is_lease_released:
             engine = passage.claimer.engine
             passage.waiting = {t for t, p in self.people.items() if p.is_local and p.engine == engine}
             self._asked.update((token, passage.lease_id) for token in passage.waiting)
@@ -427,6 +475,7 @@ class HandoffTwin:
         passage.is_released = not passage.readers
         self.seen[(self._choice(passage), *sorted(states))] += 1
         self.seen["held"] += not passage.is_released
+        self.seen["let go"] += passage.is_lease_released
 
     def _claim_refusal(
         self, person: Person, passage: Passage, transports: frozenset[str], *, is_wrong: bool
@@ -439,6 +488,8 @@ class HandoffTwin:
             return HandoffClaimedError
         if is_wrong:
             return RepresentationMismatchError
+        if passage.is_lease_released:
+            return HandoffEndedError
         if passage.claimer is None and passage.slots is None and not passage.transports & transports:
             return NoWayError
         return None
@@ -486,8 +537,9 @@ class HandoffTwin:
             assert notice.state in passage.ends
             assert notice.is_released == passage.is_released
         else:
-            assert notice.state == HandoffState.CLAIMED
-            assert notice.is_released == (not passage.is_direct)
+            is_claimed = passage.claimer is not None
+            assert notice.state == (HandoffState.CLAIMED if is_claimed else HandoffState.OFFERED)
+            assert notice.is_released == passage.is_clear
 
     def _settle(self) -> None:
         """Hear what the state says, and compare what it holds with who may be reading."""
@@ -518,10 +570,10 @@ class HandoffTwin:
         assert {each for each in asked ^ self._asked if each[0] not in self._mute} == set()
         self._asked.clear()
         for passage in self.passages:
-            if passage.owner.client.token in self.people and (passage.ends or passage.claimer is not None):
+            if passage.owner.client.token in self.people and passage.is_news:
                 self._check_notice(passage, passage.told)
-            is_pinned = passage.waiting or (not passage.ends and not passage.is_claimed_directly)
-            if passage.slots is not None and is_pinned:
+            is_pinned = passage.waiting or (not passage.ends and passage.is_in_arena)
+            if passage.slots is not None and is_pinned and not passage.is_lease_released:
                 pages, places = self.world.memory.pages, places_of(passage.slots)
                 shown = [int(pages[segment][granule]) for segment, granule in places]
                 assert shown == passage.slots.generations.tolist(), "what is handed over was given up"

@@ -119,6 +119,10 @@ class HandoffMachine(RuleBasedStateMachine):
     def claim(self, person, passage, transports, is_wrong):
         self.twin.claim(person, passage, transports, is_wrong=is_wrong)
 
+    @rule(person=people, passage=passages)
+    def release(self, person, passage):
+        self.twin.release(person, passage)
+
     @rule(person=people, passage=passages, how=st.sampled_from(ENDS))
     def end(self, person, passage, how):
         self.twin.end(person, passage, how)
@@ -157,6 +161,7 @@ VERBS = {
     "offer": 20,
     "offer_again": 2,
     "claim": 24,
+    "release": 4,
     "end": 10,
     "beat": 24,
     "look": 3,
@@ -186,6 +191,9 @@ class Walk:
 
     def _passage(self):
         live = [p for p in self.twin.passages if not p.ends]
+        left = [p for p in live if p.owner.client.token not in self.twin.people]
+        if left and self._rng.random() < 0.3:
+            return self._rng.choice(left)
         known = self.twin.passages[-20:]
         return self._rng.choice(live if live and self._rng.random() < 0.8 else known) if known else None
 
@@ -247,6 +255,10 @@ class Walk:
             person = passage.claimer if self._rng.random() < 0.1 else None
             self.twin.claim(person or self._person(), passage, transports, is_wrong=is_wrong)
 
+    def _release(self) -> None:
+        if (passage := self._passage()) is not None:
+            self.twin.release(self._person(like=passage.claimer), passage)
+
     def _end(self) -> None:
         if (passage := self._passage()) is not None:
             side = self._rng.choice((passage.owner, passage.claimer, passage.claimer))
@@ -274,5 +286,6 @@ def test_a_random_walk_of_handoffs_keeps_every_rule(seed):
     seen = walk.twin.seen
     ways = [HandoffChoice.DIRECT, HandoffChoice.STAGED]
     missing = [(way, end) for way in ways for end in (*ENDS, HandoffState.EXPIRED) if not seen[way, end]]
-    missing += [each for each in ("held", "bound", "arena full", *REFUSALS) if not seen[each]]
+    others = ("held", "bound", "left", "outlived", "let go", "arena full")
+    missing += [each for each in (*others, *REFUSALS) if not seen[each]]
     assert not missing, "the walk led past what it is there to see"

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
-import functools
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -19,7 +20,7 @@ from kvclient._backends.lane_aio import BegunCall, LaneConnection, LaneStream
 from kvclient.config import ClientSettings
 from kvclient.handoff_news import HandoffWatch
 from kvclient.results import HandoffNews
-from kvservice.core.errors import DeadlineError, KvError
+from kvservice.core.errors import DeadlineError, KvError, PeerUnavailableError
 
 __all__ = [
     "BegunCall",
@@ -29,6 +30,7 @@ __all__ = [
     "SingleFlight",
     "Ticker",
     "dial",
+    "from_threads",
     "pause",
     "run_blocking",
     "run_copy",
@@ -85,18 +87,52 @@ async def run_blocking(function: Callable[[], Result]) -> Result:
         raise
 
 
+def from_threads(call: Callable[..., Coroutine[Any, Any, Any]], limit_s: float) -> Callable[..., Any]:
+    """Return what another thread can call, and wait for, while this loop goes on. limit_s: longest wait."""
+    loop = asyncio.get_running_loop()
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        running = asyncio.run_coroutine_threadsafe(call(*arguments, **named), loop)
+        try:
+            return running.result(limit_s)
+        except TimeoutError as error:
+            running.cancel()
+            raise DeadlineError(f"the event loop did not get to a call within {limit_s:.1f} s") from error
+        except concurrent.futures.CancelledError as error:
+            raise PeerUnavailableError("the client was closed under a call") from error
+
+    return run
+
+
 def take_news(connection: Connection | None) -> None:
     """Deal with what has been said unasked: the event loop has done it."""
 
 
 async def wait_news(
-    connection: Connection | None,  # noqa: ARG001 - as in sync
+    current: Callable[[], Connection | None],  # noqa: ARG001 - as in sync
     watch: HandoffWatch,
     handoff_id: int,
     timeout_s: float,
 ) -> HandoffNews | None:
-    """See HandoffWatch.wait_released."""
-    return await run_blocking(functools.partial(watch.wait_released, handoff_id, timeout_s))
+    """See HandoffWatch.wait_released.
+
+    No thread waits: there are only a few, and the copies of the handoffs that are under way
+    need them.
+    """
+    end_s = time.monotonic() + timeout_s
+    changed = asyncio.Event()
+    # All that is told is told by tasks and callbacks of this loop.
+    with watch.waking(changed.set):
+        while not watch.is_released(handoff_id):
+            overdue_s = watch.overdue_s(handoff_id)
+            until_s = end_s if overdue_s is None else min(end_s, overdue_s)
+            remaining_s = until_s - time.monotonic()
+            if end_s <= time.monotonic():
+                return None
+            changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), max(remaining_s, 0.001))
+    return watch.news(handoff_id)
 
 
 class SingleFlight:

@@ -38,6 +38,8 @@ class GrpcStream(Generic[Answer]):
         if not done:
             return None
         reading, self._reading = self._reading, None
+        if reading.cancelled():
+            raise PeerUnavailableError(f"{self._method.name}: the connection was closed under the stream")
         answer: Answer = reading.result()
         return answer
 
@@ -92,6 +94,12 @@ class GrpcConnection:
             raised = grpc_calls.error_of(error, method)
             self.is_open = self.is_open and not grpc_calls.is_lost(raised)
             raise raised from error
+        except asyncio.CancelledError:
+            # A channel that closes cancels its calls, as if the tasks that wait for them had been.
+            task = asyncio.current_task()
+            if self.is_open or (task is not None and task.cancelling()):
+                raise
+            raise PeerUnavailableError(f"{method.name}: the connection was closed under the call") from None
         return answer
 
     async def post(self, method: Method, request: Message, response_type: type[Answer]) -> None:
@@ -125,8 +133,11 @@ class GrpcConnection:
         return GrpcStream(call, method)
 
     async def listen(self, on_unasked: Callable[[bytes], None]) -> None:
-        """Take what the daemon says unasked, as a task, until the connection ends. Idempotent."""
-        if self._listening is None:
+        """Take what the daemon says unasked, as a task, until the connection ends. Idempotent.
+
+        A stream that the daemon has ended is opened again.
+        """
+        if self.is_open and (self._listening is None or self._listening.done()):
             call: Any = self._channel.stream_stream(grpc_calls.STREAM_PATH)(metadata=self._metadata)
             self._listening = asyncio.ensure_future(_take_unasked(call, on_unasked))
 

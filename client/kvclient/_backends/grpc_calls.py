@@ -41,6 +41,8 @@ PATHS = {
     Method.REJECT_HANDOFF: "/kv.v1.HandoffService/RejectHandoff",
     Method.ABORT_HANDOFF: "/kv.v1.HandoffService/AbortHandoff",
     Method.GET_HANDOFF: "/kv.v1.HandoffService/GetHandoff",
+    Method.BEGIN_TRANSFER: "/kv.v1.TransferService/BeginTransfer",
+    Method.END_TRANSFER: "/kv.v1.TransferService/EndTransfer",
     Method.LIST_TIERS: "/kv.v1.TierService/ListTiers",
     Method.PURGE_NAMESPACE: "/kv.v1.TierService/PurgeNamespace",
     Method.WATCH_EVENTS: "/kv.v1.EventService/WatchEvents",

@@ -83,6 +83,7 @@ class GrpcConnection:
         self._callables: dict[Method, Any] = {}
         self._posted_lock = threading.Condition()
         self._posted_count = 0
+        self._listening_lock = threading.Lock()
         self._listening: tuple[Any, threading.Thread] | None = None
         self.is_open = True
 
@@ -129,23 +130,30 @@ class GrpcConnection:
         return GrpcStream(call, method)
 
     def listen(self, on_unasked: Callable[[bytes], None]) -> None:
-        """Take what the daemon says unasked, on a thread, until the connection ends. Idempotent."""
-        if self._listening is not None:
-            return
-        silence: Any = grpc_calls.Silence()
-        call: Any = self._channel.stream_stream(grpc_calls.STREAM_PATH)(silence, metadata=self._metadata)
-        call.add_callback(silence.end)
-        thread = threading.Thread(
-            target=_take_unasked, args=(call, on_unasked), name="kvclient-notices", daemon=True
-        )
-        self._listening = (call, thread)
-        thread.start()
+        """Take what the daemon says unasked, on a thread, until the connection ends. Idempotent.
+
+        A stream that the daemon has ended is opened again.
+        """
+        with self._listening_lock:
+            if not self.is_open or (self._listening is not None and self._listening[1].is_alive()):
+                return
+            silence: Any = grpc_calls.Silence()
+            call: Any = self._channel.stream_stream(grpc_calls.STREAM_PATH)(silence, metadata=self._metadata)
+            if not call.add_callback(silence.end):
+                silence.end()  # The call has failed already, and calls nobody back.
+            thread = threading.Thread(
+                target=_take_unasked, args=(call, on_unasked), name="kvclient-notices", daemon=True
+            )
+            self._listening = (call, thread)
+            thread.start()
 
     def close(self) -> None:
         """Close the channel; calls under way fail. Idempotent."""
-        self.is_open = False
-        if self._listening is not None:
-            call, thread = self._listening
+        with self._listening_lock:
+            self.is_open = False
+            listening, self._listening = self._listening, None
+        if listening is not None:
+            call, thread = listening
             call.cancel()
             thread.join()
         end_s = time.monotonic() + self._settings.call_timeout_s

@@ -19,6 +19,7 @@ from kvclient._backends.lane_frames import (
     parsed,
     parsed_with,
     receive_with_descriptors,
+    unreachable,
 )
 from kvservice.core.errors import (
     DeadlineError,
@@ -34,6 +35,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 # Bound once: looking a member up in its enumeration costs a tenth of a call.
 _REQUEST, _ERROR, _STREAM = FrameKind.REQUEST, FrameKind.ERROR, Method.STREAM
+_MAP_SEGMENTS = Method.MAP_SEGMENTS
 
 BACKLOG_LIMIT_BYTES = 64 << 20
 """Requests that the daemon has not taken yet: four frames of the largest size."""
@@ -137,9 +139,7 @@ class LaneConnection:
             await asyncio.wait_for(loop.sock_connect(connecting, path), timeout_s)
         except (OSError, TimeoutError) as error:
             connecting.close()
-            raise PeerUnavailableError(
-                f"no daemon listens at {path}: {error}; start kvservice serve"
-            ) from error
+            raise unreachable(path, error) from error
         except BaseException:
             connecting.close()
             raise
@@ -303,6 +303,10 @@ class LaneConnection:
         elif frame.call_id == 0 and frame.kind == _ERROR:
             # Said before hanging up: why we are not welcome.
             self._lose(decode_error(frame.body))
+        elif frame.method == _MAP_SEGMENTS:
+            # For a call that gave up; what came along is not for the one that waits now.
+            close_all(self._descriptors)
+            self._descriptors = []
 
     def _lose(self, error: KvError) -> KvError:
         """Close for good; return why, which is what was said first."""

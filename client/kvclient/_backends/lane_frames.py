@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from kvservice.core.errors import MalformedError
+from kvservice.core.errors import MalformedError, PeerUnavailableError
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -26,6 +26,15 @@ STREAM_QUEUE_LIMIT = 1024
 
 CONTROL_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 """Room for as many descriptors as Linux passes in one message (SCM_MAX_FD)."""
+
+
+def unreachable(path: str, error: OSError) -> PeerUnavailableError:
+    """Return the error of a connect that failed; it says what to do."""
+    if isinstance(error, PermissionError):
+        return PeerUnavailableError(
+            f"this user may not connect to {path}: {error}; be in the group of that socket"
+        )
+    return PeerUnavailableError(f"no daemon listens at {path}: {error}; start kvservice serve")
 
 
 def receive_with_descriptors(source: socket.socket, descriptors: list[int], flags: int = 0) -> bytes:

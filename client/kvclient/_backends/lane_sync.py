@@ -28,6 +28,7 @@ from kvclient._backends.lane_frames import (
     parsed,
     parsed_with,
     receive_with_descriptors,
+    unreachable,
 )
 from kvservice.core.errors import (
     DeadlineError,
@@ -134,9 +135,7 @@ class LaneConnection:
             self._socket.connect(path)
         except OSError as error:
             self._socket.close()
-            raise PeerUnavailableError(
-                f"no daemon listens at {path}: {error}; start kvservice serve"
-            ) from error
+            raise unreachable(path, error) from error
 
     def bind(self, session_token: bytes) -> None:
         """The connection itself is the session: nothing to carry."""
@@ -230,7 +229,10 @@ class LaneConnection:
             return
         if timeout_s > 0:
             poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
+            try:
+                poll.register(self._socket, select.POLLIN)
+            except ValueError:
+                return  # Another thread closed it just now.
             poll.poll(timeout_s * 1000)
         # Who holds the lock is reading, and deals with it in our place.
         if self._lock.acquire(blocking=False):
@@ -295,6 +297,10 @@ class LaneConnection:
                 frame = arrived.popleft()
                 if frame.call_id == call_id:
                     return frame
+                if frame.method == method == Method.MAP_SEGMENTS and descriptors:
+                    # For a call that gave up; what came along is not for this one.
+                    close_all(descriptors)
+                    descriptors.clear()
                 self._dispatch(frame)
             self._receive(method, end_s, descriptors)
 

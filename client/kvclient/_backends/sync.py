@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -29,6 +29,7 @@ __all__ = [
     "SingleFlight",
     "Ticker",
     "dial",
+    "from_threads",
     "pause",
     "run_blocking",
     "run_copy",
@@ -75,6 +76,11 @@ NEWS_SLICE_S = 0.05
 """Another thread may read, and take note of, what is waited for here."""
 
 
+def from_threads(call: Callable[..., Any], limit_s: float) -> Callable[..., Any]:  # noqa: ARG001 - as in aio
+    """Return what another thread can call: the same, since all calls wait where they are made."""
+    return call
+
+
 def take_news(connection: Connection | None) -> None:
     """Deal with what has been said unasked; waits for nothing."""
     if isinstance(connection, LaneConnection):
@@ -82,17 +88,19 @@ def take_news(connection: Connection | None) -> None:
 
 
 def wait_news(
-    connection: Connection | None, watch: HandoffWatch, handoff_id: int, timeout_s: float
+    current: Callable[[], Connection | None], watch: HandoffWatch, handoff_id: int, timeout_s: float
 ) -> HandoffNews | None:
-    """See HandoffWatch.wait_released; nobody else may be there to read the lane."""
-    if not isinstance(connection, LaneConnection):
-        return watch.wait_released(handoff_id, timeout_s)
+    """See HandoffWatch.wait_released; nobody else may be there to read the lane.
+
+    current: returns the connection, which another thread may have replaced by a new one.
+    """
     end_s = time.monotonic() + timeout_s
     while not watch.is_released(handoff_id):
         remaining_s = end_s - time.monotonic()
         if remaining_s <= 0:
             return None
-        if connection.is_open:
+        connection = current()
+        if isinstance(connection, LaneConnection) and connection.is_open:
             connection.hear(min(remaining_s, NEWS_SLICE_S))
         else:
             watch.wait_released(handoff_id, min(remaining_s, NEWS_SLICE_S))

@@ -214,13 +214,20 @@ class Namespace:
         await self._mover.read(lease, buffers, verify=self._session.settings.verify)
         return buffers.size_bytes
 
-    async def read_some(self, lease: Lease, into: BlockBuffers, *, first_key: int) -> int:
-        """Copy the blocks of some keys of a lease, from `first_key` on; see `read`."""
+    async def read_some(self, lease: Lease, keys: bytes, into: BlockBuffers, *, first_key: int) -> int:
+        """Copy the blocks of some keys of a lease, from `first_key` on; see `read`.
+
+        keys: packed, those that are read. What is damaged of them, the daemon drops.
+        """
         parts_count = len(self.parts)
         keys_count = into.blocks_count // parts_count
         into.check(self.block_bytes, keys_count=keys_count, is_target=True)
         first = first_key * parts_count
-        await self._mover.read(lease, into, verify=self._session.settings.verify, first_slot=first)
+        try:
+            await self._mover.read(lease, into, verify=self._session.settings.verify, first_slot=first)
+        except ChecksumMismatchError:
+            await self._report_damage(keys, keys_count)
+            raise
         return into.size_bytes
 
     # ---- the whole way

@@ -29,6 +29,7 @@ from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.slots import U8, U32
 from kvservice.ports.methods import Method
 from kvservice.ports.one_sided import OneSided
+from kvservice.ports.transport import Transport
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -94,6 +95,11 @@ class KvClient:
     def attachment(self) -> Attachment:
         """The session as the daemon opened it: limits, tenant, intervals."""
         return self._session.attachment
+
+    @property
+    def wire(self) -> Transport:
+        """The transport of the session's bytes, for those who show what it does."""
+        return self._session.plane.transport
 
     @property
     def is_draining(self) -> bool:

@@ -18,14 +18,21 @@ from kvclient._backends.sync import run_blocking
 from kvclient.sync.namespace import Namespace
 from kvclient.sync.receive import Receiver
 from kvclient.sync.session import Session
-from kvclient.handoff_source import block_checksums, named_blocks
+from kvclient.handoff_source import block_checksums, named_blocks, named_checksums
 from kvclient.holdings import Kind
 from kvclient.keys import KEY_BYTES, Keys, packed_keys
 from kvclient.lending import Lending
 from kvclient.pool import BlockPool
 from kvclient.results import Claim, HandoffNews, HandoffOffer, LentPool, ReceiveResult
 from kvproto.kv.v1 import handoff_service_pb2, segment_service_pb2
-from kvservice.core.errors import InvalidFieldError, KvError, StaleIncarnationError
+from kvservice.core.errors import (
+    DeadlineError,
+    InvalidFieldError,
+    KvError,
+    MalformedError,
+    PeerUnavailableError,
+    StaleIncarnationError,
+)
 from kvservice.core.handoff_choice import HandoffPolicy
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.slots import U32
@@ -35,6 +42,9 @@ Answer = TypeVar("Answer", bound=Message)
 
 REQUEST_ID_BYTES = 16
 
+_UNCERTAIN = (DeadlineError, MalformedError, PeerUnavailableError)
+"""Ends of a call that say nothing of what the daemon has done."""
+
 
 class Handoffs:
     """Offers blocks and receives them; `KvClient.handoffs`."""
@@ -43,6 +53,7 @@ class Handoffs:
         self._session = session
         self._lending = Lending(session.one_sided)
         self._receiver = Receiver(session)
+        self._known = handoff_messages.KnownMemory()
 
     # ---- the side that has the blocks
 
@@ -62,10 +73,10 @@ class Handoffs:
             answer = self._session.call(
                 Method.REGISTER_SEGMENTS, request, segment_service_pb2.RegisterSegmentsResponse, epoch=epoch
             )
+            found = handoff_messages.lent_pools(answer, pools, epoch)
         except BaseException:
             lent.close()
             raise
-        found = handoff_messages.lent_pools(answer, pools, epoch)
         self._lending.keep(found, lent)
         return found
 
@@ -116,7 +127,9 @@ class Handoffs:
             raise StaleIncarnationError("lent is of an earlier session; lend the pools again")
         if lent and len(lent) != parts_count:
             raise InvalidFieldError(f"lent has {len(lent)} pools for {parts_count} parts; give one for each")
-        if checksums is None and lent and self._session.settings.checksums:
+        if checksums is not None:
+            checksums = named_checksums(checksums, len(packed) // KEY_BYTES, parts_count)
+        elif lent and self._session.settings.checksums:
             pools = self._lending.pools_of(lent)
             checksums = run_blocking(functools.partial(block_checksums, pools, named))
         opening = namespace.handles()
@@ -170,11 +183,17 @@ class Handoffs:
             handoff_id=handoff_id, space_ids=opening.space_ids, transports=one_sided.transports()
         )
         asked_s = time.monotonic()
-        answer = self._session.call(
-            Method.CLAIM_HANDOFF, request, handoff_service_pb2.ClaimHandoffResponse, epoch=opening.epoch
-        )
-        incarnation = self._session.attachment.daemon_incarnation
-        claim = handoff_messages.claim(handoff_id, answer, asked_s, incarnation)
+        try:
+            answer = self._session.call(
+                Method.CLAIM_HANDOFF, request, handoff_service_pb2.ClaimHandoffResponse, epoch=opening.epoch
+            )
+            incarnation = self._session.attachment.daemon_incarnation
+            claim = handoff_messages.claim(handoff_id, answer, asked_s, incarnation, self._known)
+        except BaseException as error:
+            if not isinstance(error, KvError) or isinstance(error, _UNCERTAIN):
+                # It may be ours all the same, and its giver would wait for it to expire.
+                self._give_up(handoff_id)
+            raise
         self._session.holdings.add(handoff_id, Kind.HANDOFF, deadline_s=claim.deadline_s)
         return claim
 
@@ -201,12 +220,7 @@ class Handoffs:
             moved = self._receiver.fetch(namespace, claim, into, blocks, first_key=first_key)
             self._complete(claim)
         except BaseException:
-            self._session.holdings.discard(handoff_id)
-            abort = handoff_service_pb2.AbortHandoffRequest(handoff_id=handoff_id)
-            epoch = self._session.epoch
-            self._session.post(
-                Method.ABORT_HANDOFF, abort, handoff_service_pb2.AbortHandoffResponse, epoch=epoch
-            )
+            self._give_up(handoff_id)
             raise
         return ReceiveResult(moved.keys, claim.choice, claim.reason, moved.bytes_moved)
 
@@ -223,14 +237,14 @@ class Handoffs:
         self._session.holdings.discard(handoff_id)
         request = handoff_service_pb2.RejectHandoffRequest(handoff_id=handoff_id, reason=reason)
         answer = self._call(Method.REJECT_HANDOFF, request, handoff_service_pb2.RejectHandoffResponse)
-        return ItemOutcome(answer.outcome)
+        return handoff_messages.outcome(answer.outcome)
 
     def abort(self, handoff_id: int) -> ItemOutcome:
         """Give a handoff up, from either side. Idempotent."""
         self._session.holdings.discard(handoff_id)
         request = handoff_service_pb2.AbortHandoffRequest(handoff_id=handoff_id)
         answer = self._call(Method.ABORT_HANDOFF, request, handoff_service_pb2.AbortHandoffResponse)
-        return ItemOutcome(answer.outcome)
+        return handoff_messages.outcome(answer.outcome)
 
     def look(self, handoff_id: int) -> handoff_service_pb2.GetHandoffResponse:
         """Ask the daemon what became of a handoff. Raises HandoffUnknownError."""
@@ -247,10 +261,17 @@ class Handoffs:
             answer = self._call(
                 Method.COMPLETE_HANDOFF, request, handoff_service_pb2.CompleteHandoffResponse
             )
+            outcome = handoff_messages.outcome(answer.outcome)
         except KvError:
             self._session.holdings.discard(claim.handoff_id)
             raise
-        self._receiver.check_completed(claim, ItemOutcome(answer.outcome))
+        self._receiver.check_completed(claim, outcome)
+
+    def _give_up(self, handoff_id: int) -> None:
+        self._session.holdings.discard(handoff_id)
+        abort = handoff_service_pb2.AbortHandoffRequest(handoff_id=handoff_id)
+        answer_type = handoff_service_pb2.AbortHandoffResponse
+        self._session.post(Method.ABORT_HANDOFF, abort, answer_type, epoch=self._session.epoch)
 
     def _call(self, method: Method, request: Message, response_type: type[Answer]) -> Answer:
         return self._session.call(method, request, response_type)

@@ -215,13 +215,20 @@ class Namespace:
         self._mover.read(lease, buffers, verify=self._session.settings.verify)
         return buffers.size_bytes
 
-    def read_some(self, lease: Lease, into: BlockBuffers, *, first_key: int) -> int:
-        """Copy the blocks of some keys of a lease, from `first_key` on; see `read`."""
+    def read_some(self, lease: Lease, keys: bytes, into: BlockBuffers, *, first_key: int) -> int:
+        """Copy the blocks of some keys of a lease, from `first_key` on; see `read`.
+
+        keys: packed, those that are read. What is damaged of them, the daemon drops.
+        """
         parts_count = len(self.parts)
         keys_count = into.blocks_count // parts_count
         into.check(self.block_bytes, keys_count=keys_count, is_target=True)
         first = first_key * parts_count
-        self._mover.read(lease, into, verify=self._session.settings.verify, first_slot=first)
+        try:
+            self._mover.read(lease, into, verify=self._session.settings.verify, first_slot=first)
+        except ChecksumMismatchError:
+            self._report_damage(keys, keys_count)
+            raise
         return into.size_bytes
 
     # ---- the whole way

@@ -13,13 +13,21 @@ import numpy.typing as npt
 from kvclient._backends.sync import run_blocking
 from kvclient.sync.namespace import Namespace
 from kvclient.sync.session import Session
-from kvclient.handoff_source import check_checksums, named_blocks, plan_parts, pool_buffers
+from kvclient.handoff_source import (
+    Planners,
+    check_checksums,
+    check_targets,
+    named_blocks,
+    plan_parts,
+    pool_buffers,
+)
 from kvclient.holdings import Kind
 from kvclient.keys import KEY_BYTES
 from kvclient.pool import BlockPool
 from kvclient.results import Claim, DirectSource
 from kvservice.core.errors import (
     BlockSizeError,
+    DeadlineError,
     HandoffEndedError,
     InvalidFieldError,
     MalformedError,
@@ -41,6 +49,7 @@ class Receiver:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._planners = Planners()
 
     def fetch(
         self,
@@ -65,6 +74,7 @@ class Receiver:
                 f"blocks names {count} keys from key {first_key} on; the handoff has {keys_count}"
             )
         keys = claim.keys[first_key * KEY_BYTES : (first_key + count) * KEY_BYTES]
+        check_targets(into, named)
         if not count:
             return Moved(b"", 0)
         holdings = self._session.holdings
@@ -99,15 +109,34 @@ class Receiver:
         """Read out of the memory of the engine that offered; blocking."""
         wanted = source.blocks[first_key : first_key + len(named)]
         one_sided = self._session.one_sided.endpoint()
-        left_s = self._session.holdings.deadline_s(claim.handoff_id, claim.deadline_s) - time.monotonic()
-        timeout_s = min(self._session.settings.transfer_timeout_s, left_s)
-        if timeout_s <= 0:
-            raise HandoffEndedError(f"handoff {claim.handoff_id} passed its deadline before it was read")
-        for read in plan_parts(source, into, wanted, named, timeout_s=timeout_s):
+        end_s = time.monotonic() + self._session.settings.transfer_timeout_s
+        left_s = functools.partial(self._left_s, claim, end_s)
+        for read in plan_parts(self._planners, source, into, wanted, named, left_s=left_s):
             one_sided.read(read)
         if source.checksums is not None and self._session.settings.verify:
             check_checksums(into, named, source.checksums[first_key : first_key + len(named)])
         return sum(pool.block_bytes for pool in into) * len(named)
+
+    def _left_s(self, claim: Claim, end_s: float) -> float:
+        """Return for how long operations may be posted under a claim, whose renewals move its deadline.
+
+        Raises:
+            HandoffEndedError: not any more: it ended, or was not renewed.
+            DeadlineError: the transfer took too long.
+        """
+        holdings, now_s = self._session.holdings, time.monotonic()
+        deadline_s = holdings.deadline_s(claim.handoff_id, claim.deadline_s)
+        if holdings.has_ended(claim.handoff_id) or deadline_s <= now_s:
+            raise HandoffEndedError(
+                f"handoff {claim.handoff_id} ended, or passed its deadline, before its blocks were read; "
+                "look them up, or compute them"
+            )
+        if end_s <= now_s:
+            raise DeadlineError(
+                f"the blocks of handoff {claim.handoff_id} were not read within "
+                f"{self._session.settings.transfer_timeout_s} s (transfer_timeout_s)"
+            )
+        return min(end_s, deadline_s) - now_s
 
     def _read_staged(
         self, namespace: Namespace, claim: Claim, into: Sequence[BlockPool], named: U32, first_key: int
@@ -117,7 +146,8 @@ class Receiver:
         if lease is None:
             raise MalformedError(f"the claim of handoff {claim.handoff_id} names no way to its blocks")
         buffers = pool_buffers(into, named)
-        return namespace.read_some(lease, buffers, first_key=first_key)
+        keys = claim.keys[first_key * KEY_BYTES :][: len(named) * KEY_BYTES]
+        return namespace.read_some(lease, keys, buffers, first_key=first_key)
 
 
 def _check_pools(namespace: Namespace, into: Sequence[BlockPool]) -> None:

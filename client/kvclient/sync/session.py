@@ -25,6 +25,7 @@ from kvclient._backends.sync import (
     LaneConnection,
     SingleFlight,
     Ticker,
+    from_threads,
     pause,
     run_blocking,
     take_news,
@@ -56,6 +57,9 @@ _log = logging.getLogger("kvclient")
 
 Answer = TypeVar("Answer", bound=Message)
 Dial = Callable[[ClientSettings, Callable[[bytes], None], float], Connection]
+
+CALL_LIMIT_FACTOR = 2.0
+"""A call keeps its own deadline; a thread that waits for one gives up only where the loop itself hangs."""
 
 FIRST_TOUCH_LIMIT_S = 2.0
 """How long opening a namespace waits for its memory to be touched: six GiB of it."""
@@ -117,6 +121,8 @@ class Session:
         connection = self._connection
         if connection is not None and connection.is_open:
             self._detach(connection)
+        if self._plane is not None:
+            self._plane.close()  # First, so that what ends with the endpoint is not done by another way.
         self.one_sided.close()
         self._abandon()
 
@@ -216,7 +222,7 @@ class Session:
 
     def wait_news(self, handoff_id: int, timeout_s: float) -> HandoffNews | None:
         """Wait for the release of a handoff that was offered; None where that takes longer."""
-        return wait_news(self._connection, self.offered, handoff_id, timeout_s)
+        return wait_news(lambda: self._connection, self.offered, handoff_id, timeout_s)
 
     def beat(self) -> None:
         """Renew what is held, report what was read, take revocations; the ticker calls it."""
@@ -339,14 +345,27 @@ class Session:
         self._ticker.interval_s = self._attachment.renew_interval_s
         self._backoff.reset()
         self._connection = connection
+        if self._is_closed:
+            # Closed meanwhile, by one who could not know of this session yet.
+            self._detach(connection)
+            self._abandon()
+            raise PeerUnavailableError("the client was closed; connect a new one")
 
     def _begin_epoch(self, attachment: Attachment) -> None:
         """Drop what belonged to the session before."""
         self.holdings.clear()
         self.offered.session_lost()
         self.is_draining = False
-        before, is_local = self._plane, bool(self.settings.lane_path)
-        self._plane = plane_of(attachment, is_local=is_local, touch_ahead=self._touch_ahead)
+        before, settings = self._plane, self.settings
+        # Handles of this session are void in the next one, and so are calls about them.
+        call = functools.partial(self.call, epoch=attachment.epoch)
+        self._plane = plane_of(
+            attachment,
+            settings,
+            touch_ahead=self._touch_ahead,
+            one_sided=self.one_sided,
+            call=from_threads(call, CALL_LIMIT_FACTOR * settings.call_timeout_s),
+        )
         if before is not None:
             before.close()
 
@@ -369,7 +388,7 @@ class Session:
             self._plane = None
 
     def _unasked(self, body: bytes) -> None:
-        """Take what the daemon says unasked on the lane."""
+        """Take what the daemon says unasked."""
         try:
             notice = session_service_pb2.StreamResponse.FromString(body)
         except DecodeError as error:

@@ -17,7 +17,7 @@ from kvservice.ports.one_sided import RemoteRead
 from kvservice.transports.one_sided import EndpointSettings
 from kvservice.transports.read_bounds import check_read
 from kvservice.transports.ucx.lane import I32, Lane
-from kvservice.transports.ucx.peer import deadline_after
+from kvservice.transports.ucx.peer import deadline_after, devices_of
 
 TRANSPORT = "ucx"
 LANES_LIMIT = 8
@@ -52,13 +52,14 @@ class UcxLent:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Operations of a read that go to one process.
+    """Operations of a transfer that go to one process.
 
-    operations: (n,) int64 into the read. segments: into the read's segments.
+    operations: (n,) int64 into the transfer. segments: into the transfer's segments.
     """
 
     operations: I64
     segments: list[int]
+    is_put: bool
 
 
 class UcxEndpoint:
@@ -107,14 +108,35 @@ class UcxEndpoint:
 
     def read(self, read: RemoteRead) -> None:
         """See OneSided."""
+        self._run(read, is_put=False)
+
+    def write(self, write: RemoteRead) -> None:
+        """Store bytes: the operations of a read the other way round, from `addresses` to the segments.
+
+        When it returns, all of them are in place. When it raises, some may be, and some may still be on
+        their way: the side whose memory it is must cut this process off before it uses that memory again.
+
+        Raises: as `read`.
+        """
+        self._run(write, is_put=True)
+
+    def _run(self, read: RemoteRead, *, is_put: bool) -> None:
         check_read(read)
         if self._is_closed:
             raise PeerUnavailableError("the endpoint was closed")
         if not len(read.lengths):
             return
         deadline_ns = deadline_after(read.timeout_s)
-        for group in _groups(read):
-            self._read_group(read, group, deadline_ns)
+        for group in _groups(read, is_put=is_put):
+            self._move_group(read, group, deadline_ns)
+
+    def describe(self, segment: EngineSegment, timeout_s: float) -> tuple[str, ...]:
+        """See OneSided."""
+        ways = _ways(segment)
+        return tuple(
+            f"lane {lane.name}: {devices_of(lane.describe(way.address, timeout_s))}"
+            for lane, way in zip(self._lanes, ways, strict=False)
+        )
 
     def close(self) -> None:
         """See OneSided."""
@@ -126,15 +148,16 @@ class UcxEndpoint:
         for lane in self._lanes:
             lane.close()
 
-    def _read_group(self, read: RemoteRead, group: _Group, deadline_ns: int) -> None:
+    def _move_group(self, read: RemoteRead, group: _Group, deadline_ns: int) -> None:
         ways_count = min(len(_ways(read.segments[index])) for index in group.segments)
         lanes_count = min(len(self._lanes), ways_count)
         shares = [group.operations]
         if lanes_count > 1:
             shares = _shares(read.lengths, group.operations, lanes_count)
         failed = self._on_all(read, group, shares, deadline_ns)
-        # A lane that failed leaves its operations to the next one, once around.
-        for turn in range(1, lanes_count):
+        # A lane that failed leaves its operations to the next one, once around. Not those of a put, whose
+        # bytes may still be on their way over the first, and would arrive when the memory is another's.
+        for turn in range(1, 1 if group.is_put else lanes_count):
             if not any(len(some) for some in failed):
                 return
             moved = [failed[(index - turn) % lanes_count] for index in range(lanes_count)]
@@ -143,8 +166,8 @@ class UcxEndpoint:
         lost_count = sum(len(some) for some in failed)
         if lost_count:
             raise PeerUnavailableError(
-                f"{lost_count} of {len(group.operations)} reads of another engine's memory failed on every "
-                "lane: the engine is gone, or lends the memory no more"
+                f"{lost_count} of {len(group.operations)} operations on another process's memory failed on "
+                "every lane: the process is gone, or lends the memory no more"
             )
 
     def _on_all(self, read: RemoteRead, group: _Group, shares: Sequence[I64], deadline_ns: int) -> list[I64]:
@@ -177,12 +200,13 @@ class UcxEndpoint:
         of_segment = read.segment_indexes[operations]
         segments = [(read.segments[place], _ways(read.segments[place])[index]) for place in group.segments]
         try:
-            statuses: I32 = lane.read(
+            statuses: I32 = lane.move(
                 segments,
                 numbers[of_segment],
                 bases[of_segment] + read.offsets[operations],
                 read.addresses[operations],
                 read.lengths[operations],
+                is_put=group.is_put,
                 deadline_ns=deadline_ns,
             )
         except PeerUnavailableError:
@@ -204,16 +228,16 @@ def _ways(segment: EngineSegment) -> list[SegmentWay]:
     return ways
 
 
-def _groups(read: RemoteRead) -> list[_Group]:
-    """Sort the operations of a read by the process that they go to: in most reads there is one."""
+def _groups(read: RemoteRead, *, is_put: bool) -> list[_Group]:
+    """Sort the operations of a transfer by the process that they go to: in most transfers there is one."""
     by_address: dict[bytes, list[int]] = {}
     used = np.unique(read.segment_indexes).tolist()
     for index in used:
         by_address.setdefault(_ways(read.segments[index])[0].address, []).append(index)
     if len(by_address) == 1:
-        return [_Group(np.arange(len(read.lengths)), used)]
+        return [_Group(np.arange(len(read.lengths)), used, is_put)]
     return [
-        _Group(np.flatnonzero(np.isin(read.segment_indexes, places)), places)
+        _Group(np.flatnonzero(np.isin(read.segment_indexes, places)), places, is_put)
         for places in by_address.values()
     ]
 

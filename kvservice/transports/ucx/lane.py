@@ -55,7 +55,7 @@ class Lane:
         """Return UCX's words on the transports that it takes to a peer. Raises as `read`."""
         return self._peer(address, deadline_after(timeout_s)).data.describe()
 
-    def read(
+    def move(
         self,
         segments: Sequence[tuple[EngineSegment, SegmentWay]],
         indexes: U32,
@@ -63,6 +63,7 @@ class Lane:
         local: U64,
         lengths: U64,
         *,
+        is_put: bool,
         deadline_ns: int,
     ) -> I32:
         """Run the operations of one peer; return a status for each, 0 for what has arrived.
@@ -70,7 +71,7 @@ class Lane:
         segments: all of one peer. remote, local: (operations,) uint64 addresses.
 
         Raises:
-            PeerUnavailableError: it is gone, and nothing was read.
+            PeerUnavailableError: it is gone; nothing was read, and what of a put arrived is not known.
             DeadlineError: the deadline passed; what has no status 0 has not arrived.
         """
         peer = self._peer(segments[0][1].address, deadline_ns)
@@ -79,7 +80,7 @@ class Lane:
         begun_ns = clock_ns()
         try:
             outcome = self._worker.transfer(
-                is_put=False,
+                is_put=is_put,
                 segments=attached,
                 segment_indexes=indexes,
                 local=local,
@@ -92,7 +93,7 @@ class Lane:
             )
         except ucx.UcxError as error:
             self._forget(segments[0][1].address, peer)
-            raise PeerUnavailableError(f"the read failed on lane {self.name}: {error}") from error
+            raise PeerUnavailableError(f"the transfer failed on lane {self.name}: {error}") from error
         is_done = statuses == 0
         self.statistics.add(
             begun_ns,

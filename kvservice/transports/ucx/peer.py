@@ -8,6 +8,7 @@ another host there is one, watched, since whatever hangs on it can be cut off.
 from __future__ import annotations
 
 import os
+import re
 import select
 import threading
 import time
@@ -16,6 +17,8 @@ from kvservice.core.engine_memory import EngineSegment, SegmentWay
 from kvservice.core.errors import InvalidFieldError, MalformedError, PeerUnavailableError
 from kvservice.native import ucx
 from kvservice.transports.ucx.address import PeerAddress, started_ticks
+
+_LANE = re.compile(r"lane\[\d+\]: +\d+:(\S+?)\.\d+ .*? seg \d+ *(.*)")
 
 ONE_COPY = "cma"
 """How UCX's description of an endpoint names the transport that needs no other side."""
@@ -116,6 +119,20 @@ def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def devices_of(description: str) -> str:
+    """Return the transports and devices that do one-sided operations, out of UCX's words on an endpoint.
+
+    Where none does, UCX makes them out of messages, and the other side has to take part.
+    """
+    one_sided, messages = [], []
+    for transport, uses in _LANE.findall(description):
+        if "rma" in uses:
+            one_sided.append(transport)
+        elif "am" in uses.split():
+            messages.append(transport)
+    return ", ".join(one_sided) or f"{', '.join(messages)} (by messages)"
 
 
 def deadline_after(timeout_s: float) -> int:

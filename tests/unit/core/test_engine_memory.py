@@ -2,12 +2,11 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
+from kvservice.core.block_geometry import POSITION_LIMIT, BlockGeometry
 from kvservice.core.engine_memory import (
     ADDRESS_LIMIT,
-    EngineLayout,
     EngineSegment,
     KnownLayout,
     KnownSegment,
@@ -27,28 +26,25 @@ from kvservice.core.errors import (
 from kvservice.core.events import Drain
 from kvservice.core.limits import (
     LAYOUTS_PER_CALL_LIMIT,
-    PIECES_LIMIT,
     SEGMENTS_PER_CALL_LIMIT,
     WAY_BYTES_LIMIT,
     WAYS_LIMIT,
 )
 from kvservice.core.records import HandoffState
-from tests.core_world import OTHER_ENGINE, SMALL_BYTES, World
+from tests.core_world import OTHER_ENGINE, SMALL_BYTES, World, block_layout
 
+SEGMENT_BYTES = 64 << 10
 WAY = SegmentWay("ucx", b"address", b"key")
 
 
-def segment(size_bytes: int = 64 << 10, *, base_address: int = 0x1000, ways=(WAY,)) -> EngineSegment:
+def segment(size_bytes: int = SEGMENT_BYTES, *, base_address: int = 0x1000, ways=(WAY,)) -> EngineSegment:
     """Return memory of the host."""
     return EngineSegment(base_address, size_bytes, MemoryKind.HOST, tuple(ways))
 
 
-def layout(*pieces: tuple[int, int, int, int], blocks_count: int = 2) -> EngineLayout:
-    """Return a layout with pieces of (segment, offset, stride, length)."""
-    columns = list(zip(*pieces, strict=True)) or [()] * 4
-    segments = np.array(columns[0], dtype=np.uint32)
-    offsets, strides, lengths = (np.array(column, dtype=np.uint64) for column in columns[1:])
-    return EngineLayout(segments, offsets, strides, lengths, blocks_count)
+def layout(*pieces: tuple[int, int, int, int], sizes=(SEGMENT_BYTES,)) -> BlockGeometry:
+    """Return a layout of two blocks, over one segment unless told, with pieces of its own."""
+    return block_layout(*(pieces or [(0, 0, 64, 64)]), sizes=sizes)
 
 
 def known(*transports: tuple[str, ...], used=None) -> KnownLayout:
@@ -58,7 +54,8 @@ def known(*transports: tuple[str, ...], used=None) -> KnownLayout:
         for index, names in enumerate(transports)
     )
     pieces = [(index, 0, 64, 64) for index in (range(len(transports)) if used is None else used)]
-    return KnownLayout(1, layout(*pieces), segments, b"token")
+    sizes = [each.segment.size_bytes for each in segments]
+    return KnownLayout(1, layout(*pieces, sizes=sizes), segments, b"token")
 
 
 # ---- values
@@ -104,55 +101,15 @@ def test_a_segment_knows_its_transports_once():
     assert segment(ways=lanes).transports == {"ucx", "tcp"}
 
 
-@pytest.mark.parametrize(
-    ("pieces", "blocks_count", "named"),
-    [
-        ([], 2, "has 0 pieces"),
-        ([(0, 0, 1, 1)] * (PIECES_LIMIT + 1), 2, "has 4097 pieces"),
-        ([(0, 0, 64, 64)], 0, "blocks_count is 0"),
-        ([(0, 0, 64, 64), (2, 0, 64, 64)], 2, "piece 1 names segment 2 of 2"),
-        ([(0, 0, 64, 0)], 2, "piece 0 has 0 bytes every 64"),
-        ([(0, 0, 63, 64)], 2, "piece 0 has 64 bytes every 63"),
-        ([(0, 1, 64, 64)], 2, "piece 0 of the last block ends at byte 129 of segment 0"),
-        ([(0, 0, 64, 64), (1, 2**64 - 1, 64, 64)], 2, "piece 1 of the last block ends at byte"),
-        ([(1, 0, 2**63, 64)], 3, "piece 0 of the last block ends at byte 18446744073709551680"),
-    ],
-)
-def test_a_layout_stays_in_its_segments(pieces, blocks_count, named):
-    """Others would read elsewhere; large numbers do not wrap around to small ones."""
-    with pytest.raises(InvalidFieldError, match=named):
-        layout(*pieces, blocks_count=blocks_count).check([128, 256])
-
-
-@pytest.mark.parametrize("column", ["offsets", "strides", "lengths"])
-def test_a_layout_has_as_many_of_each_number_as_pieces(column):
-    """Parallel arrays that are not parallel would name other memory."""
-    whole = layout((0, 0, 64, 32), (0, 32, 64, 32))
-    with pytest.raises(InvalidFieldError, match="give one of each for a piece"):
-        dataclasses.replace(whole, **{column: getattr(whole, column)[:1]}).check([128])
-
-
-@pytest.mark.parametrize(
-    ("whole", "block_bytes"),
-    [
-        (layout((0, 0, 64, 64)), 64),
-        (layout((0, 0, 64, 32), (0, 32, 64, 32), (1, 0, 200, 56)), 120),
-        (layout((0, 64, 0, 64), blocks_count=1), 64),
-        (layout(*[(1, 0, 1, 1)] * PIECES_LIMIT), PIECES_LIMIT),
-    ],
-)
-def test_a_layout_that_fills_its_segments_is_accepted(whole, block_bytes):
-    """Up to the last byte, and with as many pieces as there may be; one block needs no stride."""
-    whole.check([128, 256])
-    assert whole.block_bytes == block_bytes
-
-
 def test_the_bytes_of_a_block_do_not_wrap():
-    """Lengths that add up to 2**64 and 4,096 are no block of 4,096 bytes."""
-    half = ADDRESS_LIMIT
-    huge = layout((0, 0, half, half), (0, 0, half, half), (0, 0, 4096, 4096), blocks_count=1)
-    huge.check([half])
-    assert huge.block_bytes == 2 * half + 4096
+    """Lengths that add up to 2**64 and 4,096 are no block of 4,096 bytes: there is no room for them."""
+    most, quarter = POSITION_LIMIT - 2, POSITION_LIMIT // 4
+    assert block_layout((0, 0, most, most), blocks_count=1, sizes=[most]).block_bytes == most
+    pieces = [(0, (index % 3) * quarter, quarter, quarter) for index in range(16)]
+    with pytest.raises(InvalidFieldError, match="shares bytes with piece"):
+        block_layout(*pieces, (0, most - 4096, 4096, 4096), blocks_count=1, sizes=[most])
+    with pytest.raises(InvalidFieldError, match="sum of segment_sizes_bytes"):
+        block_layout((0, 0, most, most), (1, 0, most, most), blocks_count=1, sizes=[most, most])
 
 
 def test_a_layout_is_reached_by_what_leads_to_all_of_its_segments():
@@ -198,7 +155,8 @@ def memory_of(world) -> tuple:
 
 def test_what_is_registered_gets_numbers_in_order(world, client):
     """Each call makes another set; numbers are never used again."""
-    first = client.register([segment(128), segment(256)], [layout((1, 0, 64, 64)), layout((0, 0, 64, 64))])
+    over = [layout((at, 0, 64, 64), sizes=[128, 256]) for at in (1, 0)]
+    first = client.register([segment(128), segment(256)], over)
     assert (len(first.segment_ids), len(first.layout_ids)) == (2, 2)
     books = world.books
     assert [books.engine_segments[i].segment.size_bytes for i in first.segment_ids] == [128, 256]
@@ -221,20 +179,22 @@ def test_what_is_registered_gets_numbers_in_order(world, client):
 )
 def test_a_session_registers_so_much_and_no_more(world, client, segments_count, layouts_count, error, named):
     """Of one call and of one session; what is refused leaves nothing behind."""
-    client.register([segment()], [layout((0, 0, 64, 64))])
+    client.register([segment()], [layout()])
     before = memory_of(world)
     with pytest.raises(error, match=named):
-        client.register([segment()] * segments_count, [layout((0, 0, 64, 64))] * layouts_count)
+        client.register([segment()] * segments_count, [layout()] * layouts_count)
     assert memory_of(world) == before
-    assert client.register([segment()] * 3, [layout((0, 0, 64, 64))] * 2).layout_ids
+    assert client.register([segment()] * 3, [layout(sizes=[SEGMENT_BYTES] * 3)] * 2).layout_ids
 
 
-def test_one_bad_layout_registers_nothing(world, client):
-    """All of a call or none of it."""
+@pytest.mark.parametrize("sizes", [(SEGMENT_BYTES + 1,), (SEGMENT_BYTES, 64), (SEGMENT_BYTES - 1,)])
+def test_one_layout_over_other_segments_registers_nothing(world, client, sizes):
+    """It was held to the bounds of other memory, and its blocks may lie outside this. All or nothing."""
     before = memory_of(world)
-    with pytest.raises(InvalidFieldError, match="names segment 1 of 1"):
-        client.register([segment()], [layout((0, 0, 64, 64)), layout((1, 0, 64, 64))])
+    with pytest.raises(InvalidFieldError, match=r"layouts\[1\] is over .* those of the call have \[65536\]"):
+        client.register([segment()], [layout(), layout(sizes=sizes)])
     assert memory_of(world) == before
+    assert len(client.register([segment()], [layout(), layout()]).layout_ids) == 2
 
 
 def test_a_stopping_daemon_takes_no_segments(world, client):
@@ -260,7 +220,8 @@ def test_the_dead_register_nothing(client):
 
 def test_unregistering_is_idempotent_and_ones_own_affair(world, client):
     """What is not there, or is another session's, is passed over; layouts go with their segments."""
-    mine = client.register([segment(), segment()], [layout((0, 0, 64, 64), (1, 0, 64, 64))])
+    both = layout((0, 0, 64, 64), (1, 0, 64, 64), sizes=[SEGMENT_BYTES] * 2)
+    mine = client.register([segment(), segment()], [both])
     peer, stranger = world.attach(), world.attach("bolt", engine=OTHER_ENGINE)
     for other in (peer, stranger):
         assert other.unregister(*mine.segment_ids) == 0
@@ -273,9 +234,9 @@ def test_unregistering_is_idempotent_and_ones_own_affair(world, client):
 def test_a_layout_of_other_segments_stays(world, client):
     """Forgetting one of the segments that were registered together is nothing to the rest."""
     spaces = client.open()
-    mine = client.register(
-        [segment(), segment()], [layout((0, 0, SMALL_BYTES, SMALL_BYTES)), layout((1, 0, 64, 64))]
-    )
+    sizes = [SEGMENT_BYTES] * 2
+    over = [layout((0, 0, SMALL_BYTES, SMALL_BYTES), sizes=sizes), layout((1, 0, 64, 64), sizes=sizes)]
+    mine = client.register([segment(), segment()], over)
     offered = client.offer(spaces, [1], layouts=mine.layout_ids[:1])
     claimer = world.attach(engine=OTHER_ENGINE)
     claimer.claim(offered.handoff_id, claimer.open())

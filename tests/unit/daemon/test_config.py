@@ -20,6 +20,7 @@ from kvservice.daemon.config import (
     ServerSettings,
     Settings,
     TenantSettings,
+    UcxSettings,
     describe,
     load,
     read_server_key,
@@ -76,6 +77,7 @@ def test_the_defaults_are_those_that_are_documented():
         max_tcp_connections=256,
     )
     assert found.security == SecuritySettings(server_key_file="")
+    assert found.ucx == UcxSettings(enabled="off", library="auto", transports="", devices="")
     assert found.tenants == (TenantSettings(name="default", quota_bytes=0, token_sha256="", uids=()),)
 
 
@@ -413,6 +415,7 @@ def test_every_setting_describes_itself():
         "lease": LeaseSettings,
         "limits": LimitsSettings,
         "security": SecuritySettings,
+        "ucx": UcxSettings,
         "tenants.NAME": TenantSettings,
     }
     expected = {

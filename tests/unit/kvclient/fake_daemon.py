@@ -27,6 +27,7 @@ from kvproto.kv.v1 import (
     segment_service_pb2,
     session_service_pb2,
     tier_service_pb2,
+    transfer_service_pb2,
 )
 from kvservice import native
 from kvservice.core.errors import KvError, ReservationUnknownError, SessionUnknownError, SpaceNotOpenError
@@ -64,6 +65,8 @@ REQUESTS: dict[int, type[Any]] = {
     Method.REJECT_HANDOFF: handoff_service_pb2.RejectHandoffRequest,
     Method.ABORT_HANDOFF: handoff_service_pb2.AbortHandoffRequest,
     Method.GET_HANDOFF: handoff_service_pb2.GetHandoffRequest,
+    Method.BEGIN_TRANSFER: transfer_service_pb2.BeginTransferRequest,
+    Method.END_TRANSFER: transfer_service_pb2.EndTransferRequest,
     Method.LIST_TIERS: tier_service_pb2.ListTiersRequest,
     Method.PURGE_NAMESPACE: tier_service_pb2.PurgeNamespaceRequest,
     Method.WATCH_EVENTS: event_service_pb2.WatchEventsRequest,

@@ -5,6 +5,7 @@ from kvservice.ports.methods import Method
 
 NEVER_RETRIED = {
     Method.ACQUIRE,
+    Method.BEGIN_TRANSFER,
     Method.DETACH,
     Method.REGISTER_SEGMENTS,
     Method.STREAM,

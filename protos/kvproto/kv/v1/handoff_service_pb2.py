@@ -29,19 +29,19 @@ from kvproto.kv.v1 import lifecycle_service_pb2 as kv_dot_v1_dot_lifecycle__serv
 from kvproto.kv.v1 import segment_service_pb2 as kv_dot_v1_dot_segment__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkv/v1/handoff_service.proto\x12\x05kv.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x11kv/v1/block.proto\x1a\x1dkv/v1/lifecycle_service.proto\x1a\x1bkv/v1/segment_service.proto\"\xcf\x01\n\x13OfferHandoffRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x11\n\tspace_ids\x18\x02 \x03(\r\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x12\n\nlayout_ids\x18\x04 \x03(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x0c\x12\x11\n\tchecksums\x18\x06 \x01(\x0c\x12&\n\x03ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12$\n\x06policy\x18\x08 \x01(\x0e\x32\x14.kv.v1.HandoffPolicy\"\x81\x01\n\x14OfferHandoffResponse\x12\x12\n\nhandoff_id\x18\x01 \x01(\x04\x12,\n\tremaining\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04hold\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"P\n\x13\x43laimHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\x04\x12\x11\n\tspace_ids\x18\x02 \x03(\r\x12\x12\n\ntransports\x18\x03 \x03(\t\"\xca\x01\n\x14\x43laimHandoffResponse\x12$\n\x06\x63hoice\x18\x01 \x01(\x0e\x32\x14.kv.v1.HandoffChoice\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12#\n\x06\x64irect\x18\x04 \x01(\x0b\x32\x13.kv.v1.DirectSource\x12\x1b\n\x05lease\x18\x05 \x01(\x0b\x32\x0c.kv.v1.Lease\x12,\n\tremaining\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xaf\x01\n\x0c\x44irectSource\x12\x1a\n\x12\x65ngine_incarnation\x18\x01 \x01(\x0c\x12&\n\x08segments\x18\x02 \x03(\x0b\x32\x14.kv.v1.EngineSegment\x12#\n\x07layouts\x18\x03 \x03(\x0b\x32\x12.kv.v1.BlockLayout\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x0c\x12\x11\n\tchecksums\x18\x05 \x01(\x0c\x12\x13\n\x0bsegment_ids\x18\x06 \x03(\x04\",\n\x16\x43ompleteHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\x04\">\n\x17\x43ompleteHandoffResponse\x12#\n\x07outcome\x18\x01 \x01(\x0e\x32\x12.kv.v1.ItemOutcome\":\n\x14RejectHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"<\n\x15RejectHandoffResponse\x12#\n\x07outcome\x18\x01 \x01(\x0e\x32\x12.kv.v1.ItemOutcome\")\n\x13\x41\x62ortHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\x04\";\n\x14\x41\x62ortHandoffResponse\x12#\n\x07outcome\x18\x01 \x01(\x0e\x32\x12.kv.v1.ItemOutcome\"\'\n\x11GetHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\x04\"\x97\x01\n\x12GetHandoffResponse\x12\"\n\x05state\x18\x01 \x01(\x0e\x32\x13.kv.v1.HandoffState\x12\x13\n\x0bis_released\x18\x02 \x01(\x08\x12$\n\x06\x63hoice\x18\x03 \x01(\x0e\x32\x14.kv.v1.HandoffChoice\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\nkeys_count\x18\x05 \x01(\r\"l\n\rHandoffNotice\x12\x12\n\nhandoff_id\x18\x01 \x01(\x04\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.kv.v1.HandoffState\x12\x13\n\x0bis_released\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t*\xd2\x01\n\x0cHandoffState\x12\x1d\n\x19HANDOFF_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15HANDOFF_STATE_OFFERED\x10\x01\x12\x19\n\x15HANDOFF_STATE_CLAIMED\x10\x02\x12\x1b\n\x17HANDOFF_STATE_COMPLETED\x10\x03\x12\x1a\n\x16HANDOFF_STATE_REJECTED\x10\x04\x12\x19\n\x15HANDOFF_STATE_ABORTED\x10\x05\x12\x19\n\x15HANDOFF_STATE_EXPIRED\x10\x06*e\n\rHandoffPolicy\x12\x1e\n\x1aHANDOFF_POLICY_UNSPECIFIED\x10\x00\x12\x19\n\x15HANDOFF_POLICY_DIRECT\x10\x01\x12\x19\n\x15HANDOFF_POLICY_STAGED\x10\x02*e\n\rHandoffChoice\x12\x1e\n\x1aHANDOFF_CHOICE_UNSPECIFIED\x10\x00\x12\x19\n\x15HANDOFF_CHOICE_DIRECT\x10\x01\x12\x19\n\x15HANDOFF_CHOICE_STAGED\x10\x02\x32\xcc\x03\n\x0eHandoffService\x12G\n\x0cOfferHandoff\x12\x1a.kv.v1.OfferHandoffRequest\x1a\x1b.kv.v1.OfferHandoffResponse\x12G\n\x0c\x43laimHandoff\x12\x1a.kv.v1.ClaimHandoffRequest\x1a\x1b.kv.v1.ClaimHandoffResponse\x12P\n\x0f\x43ompleteHandoff\x12\x1d.kv.v1.CompleteHandoffRequest\x1a\x1e.kv.v1.CompleteHandoffResponse\x12J\n\rRejectHandoff\x12\x1b.kv.v1.RejectHandoffRequest\x1a\x1c.kv.v1.RejectHandoffResponse\x12G\n\x0c\x41\x62ortHandoff\x12\x1a.kv.v1.AbortHandoffRequest\x1a\x1b.kv.v1.AbortHandoffResponse\x12\x41\n\nGetHandoff\x12\x18.kv.v1.GetHandoffRequest\x1a\x19.kv.v1.GetHandoffResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkv/v1/handoff_service.proto\x12\x05kv.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x11kv/v1/block.proto\x1a\x1dkv/v1/lifecycle_service.proto\x1a\x1bkv/v1/segment_service.proto\"\xcf\x01\n\x13OfferHandoffRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x11\n\tspace_ids\x18\x02 \x03(\r\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x12\n\nlayout_ids\x18\x04 \x03(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x0c\x12\x11\n\tchecksums\x18\x06 \x01(\x0c\x12&\n\x03ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12$\n\x06policy\x18\x08 \x01(\x0e\x32\x14.kv.v1.HandoffPolicy\"\x81\x01\n\x14OfferHandoffResponse\x12\x12\n\nhandoff_id\x18\x01 \x01(\x04\x12,\n\tremaining\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04hold\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"P\n\x13\x43laimHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\x04\x12\x11\n\tspace_ids\x18\x02 \x03(\r\x12\x12\n\ntransports\x18\x03 \x03(\t\"\xca\x01\n\x14\x43laimHandoffResponse\x12$\n\x06\x63hoice\x18\x01 \x01(\x0e\x32\x14.kv.v1.HandoffChoice\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12#\n\x06\x64irect\x18\x04 \x01(\x0b\x32\x13.kv.v1.DirectSource\x12\x1b\n\x05lease\x18\x05 \x01(\x0b\x32\x0c.kv.v1.Lease\x12,\n\tremaining\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc3\x01\n\x0c\x44irectSource\x12\x1a\n\x12\x65ngine_incarnation\x18\x01 \x01(\x0c\x12&\n\x08segments\x18\x02 \x03(\x0b\x32\x14.kv.v1.EngineSegment\x12#\n\x07layouts\x18\x03 \x03(\x0b\x32\x12.kv.v1.BlockLayout\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x0c\x12\x11\n\tchecksums\x18\x05 \x01(\x0c\x12\x13\n\x0bsegment_ids\x18\x06 \x03(\x04\x12\x12\n\nlayout_ids\x18\x07 \x03(\x04\",\n\x16\x43ompleteHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\x04\">\n\x17\x43ompleteHandoffResponse\x12#\n\x07outcome\x18\x01 \x01(\x0e\x32\x12.kv.v1.ItemOutcome\":\n\x14RejectHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"<\n\x15RejectHandoffResponse\x12#\n\x07outcome\x18\x01 \x01(\x0e\x32\x12.kv.v1.ItemOutcome\")\n\x13\x41\x62ortHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\x04\";\n\x14\x41\x62ortHandoffResponse\x12#\n\x07outcome\x18\x01 \x01(\x0e\x32\x12.kv.v1.ItemOutcome\"\'\n\x11GetHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\x04\"\x97\x01\n\x12GetHandoffResponse\x12\"\n\x05state\x18\x01 \x01(\x0e\x32\x13.kv.v1.HandoffState\x12\x13\n\x0bis_released\x18\x02 \x01(\x08\x12$\n\x06\x63hoice\x18\x03 \x01(\x0e\x32\x14.kv.v1.HandoffChoice\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\nkeys_count\x18\x05 \x01(\r\"l\n\rHandoffNotice\x12\x12\n\nhandoff_id\x18\x01 \x01(\x04\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.kv.v1.HandoffState\x12\x13\n\x0bis_released\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t*\xd2\x01\n\x0cHandoffState\x12\x1d\n\x19HANDOFF_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15HANDOFF_STATE_OFFERED\x10\x01\x12\x19\n\x15HANDOFF_STATE_CLAIMED\x10\x02\x12\x1b\n\x17HANDOFF_STATE_COMPLETED\x10\x03\x12\x1a\n\x16HANDOFF_STATE_REJECTED\x10\x04\x12\x19\n\x15HANDOFF_STATE_ABORTED\x10\x05\x12\x19\n\x15HANDOFF_STATE_EXPIRED\x10\x06*e\n\rHandoffPolicy\x12\x1e\n\x1aHANDOFF_POLICY_UNSPECIFIED\x10\x00\x12\x19\n\x15HANDOFF_POLICY_DIRECT\x10\x01\x12\x19\n\x15HANDOFF_POLICY_STAGED\x10\x02*e\n\rHandoffChoice\x12\x1e\n\x1aHANDOFF_CHOICE_UNSPECIFIED\x10\x00\x12\x19\n\x15HANDOFF_CHOICE_DIRECT\x10\x01\x12\x19\n\x15HANDOFF_CHOICE_STAGED\x10\x02\x32\xcc\x03\n\x0eHandoffService\x12G\n\x0cOfferHandoff\x12\x1a.kv.v1.OfferHandoffRequest\x1a\x1b.kv.v1.OfferHandoffResponse\x12G\n\x0c\x43laimHandoff\x12\x1a.kv.v1.ClaimHandoffRequest\x1a\x1b.kv.v1.ClaimHandoffResponse\x12P\n\x0f\x43ompleteHandoff\x12\x1d.kv.v1.CompleteHandoffRequest\x1a\x1e.kv.v1.CompleteHandoffResponse\x12J\n\rRejectHandoff\x12\x1b.kv.v1.RejectHandoffRequest\x1a\x1c.kv.v1.RejectHandoffResponse\x12G\n\x0c\x41\x62ortHandoff\x12\x1a.kv.v1.AbortHandoffRequest\x1a\x1b.kv.v1.AbortHandoffResponse\x12\x41\n\nGetHandoff\x12\x18.kv.v1.GetHandoffRequest\x1a\x19.kv.v1.GetHandoffResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kv.v1.handoff_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HANDOFFSTATE']._serialized_start=1598
-  _globals['_HANDOFFSTATE']._serialized_end=1808
-  _globals['_HANDOFFPOLICY']._serialized_start=1810
-  _globals['_HANDOFFPOLICY']._serialized_end=1911
-  _globals['_HANDOFFCHOICE']._serialized_start=1913
-  _globals['_HANDOFFCHOICE']._serialized_end=2014
+  _globals['_HANDOFFSTATE']._serialized_start=1618
+  _globals['_HANDOFFSTATE']._serialized_end=1828
+  _globals['_HANDOFFPOLICY']._serialized_start=1830
+  _globals['_HANDOFFPOLICY']._serialized_end=1931
+  _globals['_HANDOFFCHOICE']._serialized_start=1933
+  _globals['_HANDOFFCHOICE']._serialized_end=2034
   _globals['_OFFERHANDOFFREQUEST']._serialized_start=150
   _globals['_OFFERHANDOFFREQUEST']._serialized_end=357
   _globals['_OFFERHANDOFFRESPONSE']._serialized_start=360
@@ -51,25 +51,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLAIMHANDOFFRESPONSE']._serialized_start=574
   _globals['_CLAIMHANDOFFRESPONSE']._serialized_end=776
   _globals['_DIRECTSOURCE']._serialized_start=779
-  _globals['_DIRECTSOURCE']._serialized_end=954
-  _globals['_COMPLETEHANDOFFREQUEST']._serialized_start=956
-  _globals['_COMPLETEHANDOFFREQUEST']._serialized_end=1000
-  _globals['_COMPLETEHANDOFFRESPONSE']._serialized_start=1002
-  _globals['_COMPLETEHANDOFFRESPONSE']._serialized_end=1064
-  _globals['_REJECTHANDOFFREQUEST']._serialized_start=1066
-  _globals['_REJECTHANDOFFREQUEST']._serialized_end=1124
-  _globals['_REJECTHANDOFFRESPONSE']._serialized_start=1126
-  _globals['_REJECTHANDOFFRESPONSE']._serialized_end=1186
-  _globals['_ABORTHANDOFFREQUEST']._serialized_start=1188
-  _globals['_ABORTHANDOFFREQUEST']._serialized_end=1229
-  _globals['_ABORTHANDOFFRESPONSE']._serialized_start=1231
-  _globals['_ABORTHANDOFFRESPONSE']._serialized_end=1290
-  _globals['_GETHANDOFFREQUEST']._serialized_start=1292
-  _globals['_GETHANDOFFREQUEST']._serialized_end=1331
-  _globals['_GETHANDOFFRESPONSE']._serialized_start=1334
-  _globals['_GETHANDOFFRESPONSE']._serialized_end=1485
-  _globals['_HANDOFFNOTICE']._serialized_start=1487
-  _globals['_HANDOFFNOTICE']._serialized_end=1595
-  _globals['_HANDOFFSERVICE']._serialized_start=2017
-  _globals['_HANDOFFSERVICE']._serialized_end=2477
+  _globals['_DIRECTSOURCE']._serialized_end=974
+  _globals['_COMPLETEHANDOFFREQUEST']._serialized_start=976
+  _globals['_COMPLETEHANDOFFREQUEST']._serialized_end=1020
+  _globals['_COMPLETEHANDOFFRESPONSE']._serialized_start=1022
+  _globals['_COMPLETEHANDOFFRESPONSE']._serialized_end=1084
+  _globals['_REJECTHANDOFFREQUEST']._serialized_start=1086
+  _globals['_REJECTHANDOFFREQUEST']._serialized_end=1144
+  _globals['_REJECTHANDOFFRESPONSE']._serialized_start=1146
+  _globals['_REJECTHANDOFFRESPONSE']._serialized_end=1206
+  _globals['_ABORTHANDOFFREQUEST']._serialized_start=1208
+  _globals['_ABORTHANDOFFREQUEST']._serialized_end=1249
+  _globals['_ABORTHANDOFFRESPONSE']._serialized_start=1251
+  _globals['_ABORTHANDOFFRESPONSE']._serialized_end=1310
+  _globals['_GETHANDOFFREQUEST']._serialized_start=1312
+  _globals['_GETHANDOFFREQUEST']._serialized_end=1351
+  _globals['_GETHANDOFFRESPONSE']._serialized_start=1354
+  _globals['_GETHANDOFFRESPONSE']._serialized_end=1505
+  _globals['_HANDOFFNOTICE']._serialized_start=1507
+  _globals['_HANDOFFNOTICE']._serialized_end=1615
+  _globals['_HANDOFFSERVICE']._serialized_start=2037
+  _globals['_HANDOFFSERVICE']._serialized_end=2497
 # @@protoc_insertion_point(module_scope)

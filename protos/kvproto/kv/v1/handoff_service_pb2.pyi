@@ -106,20 +106,22 @@ class ClaimHandoffResponse(_message.Message):
     def __init__(self, choice: _Optional[_Union[HandoffChoice, str]] = ..., reason: _Optional[str] = ..., keys: _Optional[bytes] = ..., direct: _Optional[_Union[DirectSource, _Mapping]] = ..., lease: _Optional[_Union[_lifecycle_service_pb2.Lease, _Mapping]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class DirectSource(_message.Message):
-    __slots__ = ("engine_incarnation", "segments", "layouts", "blocks", "checksums", "segment_ids")
+    __slots__ = ("engine_incarnation", "segments", "layouts", "blocks", "checksums", "segment_ids", "layout_ids")
     ENGINE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_IDS_FIELD_NUMBER: _ClassVar[int]
     engine_incarnation: bytes
     segments: _containers.RepeatedCompositeFieldContainer[_segment_service_pb2.EngineSegment]
     layouts: _containers.RepeatedCompositeFieldContainer[_segment_service_pb2.BlockLayout]
     blocks: bytes
     checksums: bytes
     segment_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, engine_incarnation: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[_segment_service_pb2.EngineSegment, _Mapping]]] = ..., layouts: _Optional[_Iterable[_Union[_segment_service_pb2.BlockLayout, _Mapping]]] = ..., blocks: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., segment_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    layout_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, engine_incarnation: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[_segment_service_pb2.EngineSegment, _Mapping]]] = ..., layouts: _Optional[_Iterable[_Union[_segment_service_pb2.BlockLayout, _Mapping]]] = ..., blocks: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., segment_ids: _Optional[_Iterable[int]] = ..., layout_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CompleteHandoffRequest(_message.Message):
     __slots__ = ("handoff_id",)

@@ -31,6 +31,17 @@ class HandoffServiceStub(object):
     that claimed it. Each end of it is told to both sides (`HandoffNotice`), and the
     one who offered is told when its memory may be used again: never before the
     claimer has let go, has died, or can no longer be reading.
+
+    A handoff ends with the session that claimed it. The end of the session that
+    offered it, or of the one whose memory it was offered from, aborts it only where it
+    needs that memory: one whose blocks are in the arena, and whose policy allows them
+    to be read there, lives on as a staged one, to be claimed and completed as any
+    other until it expires. If the one who offered is gone, nobody is told of it, and
+    its request id is free again.
+
+    Every call may fail with UNAUTHENTICATED SESSION_UNKNOWN and DEADLINE_EXCEEDED
+    DEADLINE, besides the errors listed with it. An end of what is forgotten, or was
+    never offered in the caller's tenant, is an outcome (UNKNOWN), not an error.
     """
 
     def __init__(self, channel):
@@ -76,13 +87,25 @@ class HandoffServiceServicer(object):
     that claimed it. Each end of it is told to both sides (`HandoffNotice`), and the
     one who offered is told when its memory may be used again: never before the
     claimer has let go, has died, or can no longer be reading.
+
+    A handoff ends with the session that claimed it. The end of the session that
+    offered it, or of the one whose memory it was offered from, aborts it only where it
+    needs that memory: one whose blocks are in the arena, and whose policy allows them
+    to be read there, lives on as a staged one, to be claimed and completed as any
+    other until it expires. If the one who offered is gone, nobody is told of it, and
+    its request id is free again.
+
+    Every call may fail with UNAUTHENTICATED SESSION_UNKNOWN and DEADLINE_EXCEEDED
+    DEADLINE, besides the errors listed with it. An end of what is forgotten, or was
+    never offered in the caller's tenant, is an outcome (UNKNOWN), not an error.
     """
 
     def OfferHandoff(self, request, context):
         """Offers blocks: in the memory of the caller's engine (direct), in the arena
         (staged: committed before), or in both.
 
-        Idempotent by `request_id`.
+        Idempotent by `request_id`, for as long as the handoff and the session that offered
+        it live.
 
         Errors: PERMISSION_DENIED SPACE_NOT_OPEN; NOT_FOUND SEGMENT_UNKNOWN;
         INVALID_ARGUMENT INVALID_FIELD, BATCH_SIZE, DUPLICATE_KEY, BLOCK_SIZE (the layout's
@@ -98,11 +121,16 @@ class HandoffServiceServicer(object):
         """Takes a handoff over; succeeds for one session only. The claimer renews it with its
         beats until it ends it.
 
-        Idempotent: the claimer gets the same answer again.
+        Idempotent: the claimer gets the same answer again. Not so once its engine has
+        released the lease of a staged claim: there is nothing to read any more, and the
+        answer is HANDOFF_ENDED, although Complete, Reject and Abort still end the handoff.
 
-        Errors: NOT_FOUND HANDOFF_UNKNOWN; FAILED_PRECONDITION HANDOFF_CLAIMED (by another),
+        Errors: PERMISSION_DENIED SPACE_NOT_OPEN; NOT_FOUND HANDOFF_UNKNOWN;
+        INVALID_ARGUMENT INVALID_FIELD; FAILED_PRECONDITION HANDOFF_CLAIMED (by another),
         HANDOFF_ENDED, REPRESENTATION_MISMATCH (the claimer's spaces are not those offered),
-        NO_WAY (no transport in common, and nothing is staged).
+        NO_WAY (no transport in common, and nothing is staged); RESOURCE_EXHAUSTED
+        LIMIT_REACHED (a staged claim takes a lease; the handoff waits for another claim);
+        ABORTED STALE_INCARNATION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,9 +140,14 @@ class HandoffServiceServicer(object):
         """Ends a claim whose bytes have arrived. Only DONE means that they are good: the
         memory was the offered blocks' until now. Anything else: discard them.
 
+        If the claimer's engine has released the lease of a staged claim before, the memory
+        was the blocks' until then: the release says that all was read that is needed, and
+        DONE answers for what was read before it. A lease never expires before its handoff
+        does; then the answer is ALREADY_EXPIRED.
+
         Idempotent: a late or second one answers ALREADY_... and changes nothing.
 
-        Errors: PERMISSION_DENIED NOT_OWNER.
+        Errors: PERMISSION_DENIED NOT_OWNER; ABORTED STALE_INCARNATION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,7 +159,8 @@ class HandoffServiceServicer(object):
 
         Idempotent, as CompleteHandoff.
 
-        Errors: PERMISSION_DENIED NOT_OWNER.
+        Errors: PERMISSION_DENIED NOT_OWNER; INVALID_ARGUMENT INVALID_FIELD (the reason is
+        too long); ABORTED STALE_INCARNATION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +172,7 @@ class HandoffServiceServicer(object):
 
         Idempotent, as CompleteHandoff.
 
-        Errors: PERMISSION_DENIED NOT_OWNER.
+        Errors: PERMISSION_DENIED NOT_OWNER; ABORTED STALE_INCARNATION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,7 +183,7 @@ class HandoffServiceServicer(object):
 
         Idempotent.
 
-        Errors: NOT_FOUND HANDOFF_UNKNOWN.
+        Errors: NOT_FOUND HANDOFF_UNKNOWN; ABORTED STALE_INCARNATION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -201,6 +235,17 @@ class HandoffService(object):
     that claimed it. Each end of it is told to both sides (`HandoffNotice`), and the
     one who offered is told when its memory may be used again: never before the
     claimer has let go, has died, or can no longer be reading.
+
+    A handoff ends with the session that claimed it. The end of the session that
+    offered it, or of the one whose memory it was offered from, aborts it only where it
+    needs that memory: one whose blocks are in the arena, and whose policy allows them
+    to be read there, lives on as a staged one, to be claimed and completed as any
+    other until it expires. If the one who offered is gone, nobody is told of it, and
+    its request id is free again.
+
+    Every call may fail with UNAUTHENTICATED SESSION_UNKNOWN and DEADLINE_EXCEEDED
+    DEADLINE, besides the errors listed with it. An end of what is forgotten, or was
+    never offered in the caller's tenant, is an outcome (UNKNOWN), not an error.
     """
 
     @staticmethod

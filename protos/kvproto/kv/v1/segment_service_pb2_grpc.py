@@ -63,8 +63,8 @@ class SegmentServiceServicer(object):
         Not idempotent: each call registers another set.
 
         Errors: UNAUTHENTICATED SESSION_UNKNOWN; INVALID_ARGUMENT INVALID_FIELD (a piece
-        that leaves its segment, an empty segment); RESOURCE_EXHAUSTED LIMIT_REACHED;
-        UNAVAILABLE DRAINING.
+        that leaves its segment or shares bytes with another, an empty segment);
+        RESOURCE_EXHAUSTED LIMIT_REACHED; UNAVAILABLE DRAINING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,12 +72,12 @@ class SegmentServiceServicer(object):
 
     def UnregisterSegments(self, request, context):
         """Forgets segments and the layouts in them; handoffs that were offered from them
-        and not claimed are aborted.
+        and not claimed are aborted, unless they can still be read out of the arena.
 
         Idempotent: what is not there any more is passed over.
 
-        Errors: FAILED_PRECONDITION SEGMENT_IN_USE (somebody may read it now: abort the
-        handoffs, and wait until they are released).
+        Errors: UNAUTHENTICATED SESSION_UNKNOWN; FAILED_PRECONDITION SEGMENT_IN_USE (somebody
+        may read it now: abort the handoffs, and wait until they are released).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
