@@ -10,19 +10,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvservice.core.errors import InvalidFieldError, PeerUnavailableError, StaleGenerationError
+from kvservice.core.errors import InvalidFieldError, NoWayError, PeerUnavailableError, StaleGenerationError
 from kvservice.native import fallback
 from kvservice.transports import shm
 from kvservice.transports.inproc import InprocTransport
 from kvservice.transports.segments import MappedSegment
 from kvservice.transports.shm import SegmentMap, ShmTransport
 from kvservice.transports.tcp import TcpServer, TcpTransport
+from kvservice.transports.ucx.arena_transport import UcxTransport
+from tests.contract.lent_owner import ROADS, Lending, LentOwner
 from tests.contract.transport_contract import (
     TOKEN,
     Harness,
     OwnerCheckedContract,
     TransportContract,
     a_read,
+    a_write,
     at_end,
     slots_of,
 )
@@ -64,6 +67,41 @@ class TestTcp(OwnerCheckedContract):
                 return transport
 
             yield Harness(owner, connect(TOKEN), connect, lambda action: at_end(owner, action))
+
+
+@pytest.fixture(scope="module", params=ROADS)
+def lending(request):
+    """A process that lends segments, over each road that UCX has on one host."""
+    lending = Lending(ROADS[request.param])
+    yield lending
+    lending.close()
+
+
+class TestUcx(OwnerCheckedContract):
+    """One-sided operations on segments that another process lends."""
+
+    @pytest.fixture
+    def harness(self, owner, lending):
+        numbers = lending.lend(owner)
+
+        def connect(token: bytes) -> UcxTransport:
+            authority = LentOwner(owner, lending, numbers, token)
+            return UcxTransport(authority, lambda: lending.endpoint, lending.endpoint.write)
+
+        yield Harness(owner, connect(TOKEN), connect, lambda action: at_end(owner, action))
+        lending.take_back(numbers)
+
+    def test_nothing_is_stored_one_sidedly_without_leave(self, harness, owner, lending):
+        """Who may not write asks for no grant, and is told to write by another way."""
+        numbers = lending.lend(owner)
+        moved, capability, _ = a_write(owner, [[1000]])
+        before = slots_of(owner, capability)
+        reader = UcxTransport(LentOwner(owner, lending, numbers, TOKEN), lambda: lending.endpoint)
+        with pytest.raises(NoWayError):
+            reader.write(moved)
+        assert slots_of(owner, capability) == before
+        assert not owner.begun
+        lending.take_back(numbers)
 
 
 class TestShm(TransportContract):

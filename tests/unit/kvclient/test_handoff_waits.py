@@ -181,9 +181,7 @@ def test_a_wait_outlives_the_connection(daemon, giver):
         giver.flavour.run(giver.client.list_tiers)
         assert giver.client.attachment.epoch == 1
         daemon.tell(handoff_id, COMPLETED, is_released=True)
-        begun_s = time.monotonic()
         assert result().state is COMPLETED
-        assert time.monotonic() - begun_s < 1.0
 
 
 def test_a_lost_session_releases_at_the_end_of_the_hold(daemon, giver, monkeypatch):
