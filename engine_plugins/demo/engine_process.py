@@ -1,14 +1,16 @@
 """One vLLM engine, driven by JSON lines on standard input; answers go to the file descriptor of --answers.
 
-    {"op": "generate", "prompts": [[ids]], "max_tokens": 8, "salt": ""}
-        -> {"tokens": [[ids]], "finish": ["length"], "seconds": 0.1,
+    {"op": "generate", "prompts": [[ids]], "max_tokens": 8, "salt": "", "transfer": [{...}]}
+        -> {"tokens": [[ids]], "finish": ["length"], "seconds": 0.1, "transfer": [{...}],
             "preemptions": 0, "sources": {...}, "counters": {...}}
+    {"op": "settle", "timeout_s": 10} -> {"left": 0}    makes steps until vLLM holds no request's blocks
     {"op": "reset", "service": false} -> {"reset": true}    forgets the engine's own prefix cache, or all
-    {"op": "abort", "prompts": [[ids]], "steps": 1} -> {"aborted": 1, "left": 0}      aborts after so many
-    steps {"op": "quit"} -> {"ended": true}
+    {"op": "abort", "prompts": [[ids]], "steps": 1} -> {"aborted": 1, "left": 0}    aborts after some steps
+    {"op": "quit"} -> {"ended": true}
 
-`sources` are vLLM's own counters: prompt tokens computed, found in its own cache, or loaded from outside.
-`counters` are the plugin's. Both are what this one call added.
+`transfer` are the requests' kv_transfer_params, and those that come back. `sources` are vLLM's own counters:
+prompt tokens computed, found in its own cache, or loaded from outside. `counters` are the plugin's. Both are
+what this one call added.
 """
 
 from __future__ import annotations
@@ -56,13 +58,17 @@ class Engine:
         """Answer prompts greedily, and say where their KV came from."""
         sources, counters, preemptions = self._sources(), self._counters(), self._preemptions()
         begin = time.monotonic()
-        outputs = self._llm.generate(
-            self._prompts(command), self._sampling(command["max_tokens"]), use_tqdm=False
-        )
+        prompts = self._prompts(command)
+        sampling = [
+            self._sampling(command["max_tokens"], params)
+            for params in command.get("transfer") or [None] * len(prompts)
+        ]
+        outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
         return {
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "finish": [output.outputs[0].finish_reason for output in outputs],
             "seconds": time.monotonic() - begin,
+            "transfer": [output.kv_transfer_params for output in outputs],
             "preemptions": self._preemptions() - preemptions,
             "sources": difference(self._sources(), sources),
             "counters": difference(self._counters(), counters),
@@ -74,16 +80,24 @@ class Engine:
         names = []
         for number, prompt in enumerate(self._prompts(command)):
             names.append(f"abort-{time.monotonic_ns()}-{number}")
-            engine.add_request(names[-1], prompt, self._sampling(command.get("max_tokens", 64)))
+            params = command["transfer"][number] if command.get("transfer") else None
+            engine.add_request(names[-1], prompt, self._sampling(command.get("max_tokens", 64), params))
         for _ in range(command["steps"]):
             engine.step()
         engine.abort_request(names)
+        return {"aborted": len(names), **self.settle({"timeout_s": ABORT_TIMEOUT_S})}
+
+    def settle(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Make steps, as a server's engine does by itself, until no request is left.
+
+        vLLM's front end has forgotten them; its scheduler keeps their blocks until their loads have ended, or
+        until others have read what was handed over.
+        """
         scheduler = self._scheduler()
-        until = time.monotonic() + ABORT_TIMEOUT_S
-        # vLLM's front end has forgotten them; its scheduler keeps their blocks until their loads have ended.
+        until = time.monotonic() + command["timeout_s"]
         while scheduler.requests and time.monotonic() < until:
-            engine.step()
-        return {"aborted": len(names), "left": len(scheduler.requests)}
+            self._llm.llm_engine.step()
+        return {"left": len(scheduler.requests)}
 
     def reset(self, command: dict[str, Any]) -> dict[str, Any]:
         """Forget the engine's own prefix cache, or also what the service has."""
@@ -98,8 +112,14 @@ class Engine:
         salt = {"cache_salt": command["salt"]} if command.get("salt") else {}
         return [{"prompt_token_ids": ids, **salt} for ids in command["prompts"]]
 
-    def _sampling(self, max_tokens: int) -> Any:
-        return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    def _sampling(self, max_tokens: int, transfer: dict[str, Any] | None = None) -> Any:
+        return SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
+        )
 
     def _sources(self) -> dict[str, float]:
         metrics = self._llm.get_metrics()
@@ -151,6 +171,7 @@ def main() -> None:
             "generate": engine.generate,
             "abort": engine.abort,
             "reset": engine.reset,
+            "settle": engine.settle,
         }
         for line in sys.stdin:
             command = json.loads(line)

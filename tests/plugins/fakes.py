@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from kvclient import GetResult, ItemOutcome, PutResult
+from kvclient import BlockPool, GetResult, ItemOutcome, PutResult
+from kvplugins.vllm.scheduler_handoffs import NoHandoffs
 from kvplugins.vllm.scheduler_side import Roles, SchedulerSide
+from kvplugins.vllm.ticket import Ticket
 
 BLOCK_TOKENS = 4
 BOTH_ROLES = Roles(loads=True, saves=True, saves_decode=False)
@@ -37,6 +39,7 @@ class FakeRequest:
     num_tokens: int = 0
     num_computed_tokens: int = 0
     skip_reading_prefix_cache: bool = False
+    kv_transfer_params: dict[str, object] | None = None
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,6 +86,64 @@ class FakeLeases:
 
     def release(self, leases: Sequence[FakeLease]) -> None:
         self.released += [lease.lease_id for lease in leases]
+
+
+OUR_DAEMON = b"first"
+OUR_NAMESPACE = b"namespace"
+
+
+def ticket(blocks: int, *handoff_ids: int, **other: Any) -> Ticket:
+    """Return a ticket for the first blocks of a prompt that was prefilled elsewhere."""
+    fields = {"daemon_incarnation": OUR_DAEMON, "namespace_id": OUR_NAMESPACE}
+    return Ticket(handoff_ids=handoff_ids or (77,), blocks_count=blocks, **(fields | other))
+
+
+class FakeOffer:
+    """Blocks on offer until a test says that they are released."""
+
+    def __init__(self, keys: Sequence[bytes], block_ids: Sequence[int], *, is_complete: bool) -> None:
+        self.keys = list(keys)
+        self.block_ids = list(block_ids)
+        self.ticket = ticket(len(keys)) if is_complete else None
+        self.has_been_released = False
+        self.fault: Exception | None = None
+
+    def is_released(self) -> bool:
+        if self.fault is not None:
+            raise self.fault
+        return self.has_been_released
+
+
+class FakeHandoffs:
+    """A service that takes every offer, and knows which tickets are ours and which were given back."""
+
+    def __init__(self) -> None:
+        self.can_offer = True
+        self.is_complete = True
+        self.offers: list[FakeOffer] = []
+        self.rejected: list[int] = []
+
+    def offer(self, offered: Sequence[bytes], block_ids: Sequence[int]) -> FakeOffer | None:
+        if not self.can_offer:
+            return None
+        self.offers.append(FakeOffer(offered, block_ids, is_complete=self.is_complete))
+        return self.offers[-1]
+
+    def is_ours(self, one: Ticket) -> bool:
+        return (one.daemon_incarnation, one.namespace_id) == (OUR_DAEMON, OUR_NAMESPACE)
+
+    def reject(self, one: Ticket, reason: str) -> None:
+        assert reason
+        self.rejected += one.handoff_ids
+
+
+def make_side(
+    leases: FakeLeases, *, handoffs: FakeHandoffs | NoHandoffs | None = None, roles: Roles = BOTH_ROLES
+) -> SchedulerSide:
+    """Return a scheduler's side over fakes."""
+    return SchedulerSide(
+        leases=leases, handoffs=handoffs or NoHandoffs(), block_tokens=BLOCK_TOKENS, roles=roles
+    )
 
 
 class FakeScheduler:
@@ -201,8 +262,19 @@ class FakeMemory:
     def pieces_bytes(self) -> tuple[int, ...]:
         return tuple(layer.shape[1] for layer in self.layers)
 
+    @property
+    def pool(self) -> BlockPool:
+        return BlockPool.of(self.layers)
+
+    @property
+    def is_host(self) -> bool:
+        return True
+
     def mark(self) -> object:
         return None
+
+    def wait(self, mark: object) -> None:
+        pass
 
     def outgoing(self, block_ids: Sequence[int], mark: object) -> Any:
         return [[layer[number] for layer in self.layers] for number in block_ids]

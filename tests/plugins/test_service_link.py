@@ -48,6 +48,16 @@ class Host:
         )
 
 
+def until(is_so: Callable[[], bool]) -> None:
+    """Look again and again until something is so."""
+    waiter = threading.Event()
+    for _ in range(int(TIMEOUT_S / 0.01)):
+        if is_so():
+            return
+        waiter.wait(0.01)
+    pytest.fail("it never came about")
+
+
 def failing(error: KvError) -> Callable[[Any], Any]:
     """Return a call that fails so."""
 
@@ -103,11 +113,42 @@ def test_the_service_is_found_again_in_the_background() -> None:
     assert host.has_refused.wait(TIMEOUT_S)
     host.is_up = True
     assert host.has_opened.wait(TIMEOUT_S)
-    for _ in range(1000):
-        if link.is_connected:
-            break
-        threading.Event().wait(0.01)
+    until(lambda: link.is_connected)
     assert link.call(lambda service: service) == 0
+    link.close()
+
+
+def test_a_connection_that_is_renewed_is_replaced_in_the_background() -> None:
+    """What it stood for has ended, though it still answers; nobody waits for the next one."""
+    host = Host()
+    link = host.link()
+    link.start()
+    assert link.service == 0
+    host.has_opened.clear()
+    link.renew(0, PeerUnavailableError("of an earlier life"))
+    assert host.has_opened.wait(TIMEOUT_S)
+    assert host.has_closed.wait(TIMEOUT_S)
+    until(lambda: link.service == 1)
+    link.renew(0, PeerUnavailableError("that one is gone already"))
+    assert link.service == 1
+    assert host.closed == [0]
+    link.close()
+    assert link.service is None
+
+
+def test_a_connection_that_is_renewed_is_closed_by_its_last_user() -> None:
+    """A passage that is under way ends in its own time."""
+    host = Host()
+    link = host.link(retry_after_s=3600)
+    link.start()
+
+    def renewing(service: int) -> list[int]:
+        link.renew(service, PeerUnavailableError("of an earlier life"))
+        return list(host.closed)
+
+    assert link.call(renewing) == []
+    assert host.has_closed.wait(TIMEOUT_S)
+    assert host.closed == [0]
     link.close()
 
 

@@ -7,15 +7,22 @@ import random
 
 import pytest
 
-from kvplugins.vllm.scheduler_side import Roles, SchedulerSide
-from tests.plugins.fakes import BLOCK_TOKENS, BOTH_ROLES, FakeLeases, FakeRequest, FakeScheduler, keys
+from kvplugins.vllm.scheduler_side import Roles
+from tests.plugins.fakes import (
+    BLOCK_TOKENS,
+    BOTH_ROLES,
+    FakeLeases,
+    FakeRequest,
+    FakeScheduler,
+    keys,
+    make_side,
+)
 
 
 def world(stored: int = 0, *, roles: Roles = BOTH_ROLES) -> tuple[FakeScheduler, FakeLeases]:
     """Return a scheduler, and a service that has the first blocks of the prompt "p"."""
     leases = FakeLeases(keys("p", stored))
-    side = SchedulerSide(leases=leases, block_tokens=BLOCK_TOKENS, roles=roles)
-    return FakeScheduler(side), leases
+    return FakeScheduler(make_side(leases, roles=roles)), leases
 
 
 def prompt(tokens: int = 18, name: str = "r") -> FakeRequest:

@@ -14,6 +14,8 @@ def test_defaults_need_nothing_but_an_endpoint() -> None:
     settings = PluginSettings.from_extra_config(ENDPOINT)
     assert settings.endpoint == "unix:/run/kv.sock"
     assert not settings.save_decode
+    assert settings.handoff == "auto"
+    assert settings.save_handed_off
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,8 @@ def test_defaults_need_nothing_but_an_endpoint() -> None:
         (ENDPOINT | {"zzz": 1}, "known keys: "),
         (ENDPOINT | {"save_decode": 1}, "save_decode is a int and must be of type bool"),
         (ENDPOINT | {"lookup_timeout_ms": True}, "lookup_timeout_ms is a bool and must be of type int"),
+        (ENDPOINT | {"handoff": "on"}, "handoff = 'on' must be one of auto, direct, off"),
+        (ENDPOINT | {"handoff_wait_ms": 90_000}, "handoff_wait_ms = 90000 must be from 100 to 60000"),
         (ENDPOINT | {"lookup_timeout_ms": 0}, "lookup_timeout_ms = 0 must be from 1 to 10000"),
     ],
 )

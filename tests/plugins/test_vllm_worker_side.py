@@ -49,6 +49,7 @@ class Bench:
             memory=self.memory,
             limits=WorkerLimits(**(bounds | limits)),
             saves=True,
+            handoffs=None,
             clock=self.clock,
         )
 
@@ -239,6 +240,7 @@ def test_a_rank_that_holds_the_same_kv_as_another_stores_nothing() -> None:
             memory=here.memory,
             limits=WorkerLimits(4, 8, 5.0, 1.0),
             saves=False,
+            handoffs=None,
             clock=here.clock,
         )
         silent.save([work("a", "p", [1])])

@@ -1,8 +1,7 @@
 """A connection to the service that an engine can do without.
 
 An engine must never wait for a service that is gone: `ServiceLink.call` answers None at once while there is
-    no
-connection, and a thread looks for the service in the background. The engine takes None for a miss.
+no connection, and a thread looks for the service in the background. The engine takes None for a miss.
 """
 
 from __future__ import annotations
@@ -91,6 +90,12 @@ class ServiceLink(Generic[Service]):
         """Whether a call would be made now."""
         return self._connection is not None
 
+    @property
+    def service(self) -> Service | None:
+        """What a call would be made with now, for a look at it that waits for nobody."""
+        connection = self._connection
+        return None if connection is None else connection.service
+
     def start(self) -> None:
         """Try once, now; what fails is tried again in the background."""
         error = self._attempt()
@@ -115,6 +120,15 @@ class ServiceLink(Generic[Service]):
         with self._lock:
             self.counts.answered += 1
         return answer
+
+    def renew(self, service: Service, why: KvError) -> None:
+        """Take a connection out of use that still answers; another is looked for. Idempotent."""
+        connection = self._connection
+        if connection is not None and connection.service is service:
+            with self._lock:
+                connection.users_count += 1
+            self._retire(connection, why)
+            self._leave(connection)
 
     def close(self) -> None:
         """End the connection and stop looking for one. Idempotent."""

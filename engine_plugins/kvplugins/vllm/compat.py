@@ -1,9 +1,8 @@
 """Everything that depends on vLLM's version, and what of vLLM we refuse.
 
 Written against vLLM 0.32. The connector's interface is declared experimental and changes from release to
-release, and
-a connector that guesses corrupts KV in silence: another version is refused until somebody has read its
-    changes.
+release, and a connector that guesses corrupts KV in silence: another version is refused until somebody has
+read its changes.
 """
 
 from __future__ import annotations
@@ -169,6 +168,13 @@ def block_tokens(kv_cache_config: Any) -> int:
     """Return the tokens of a block."""
     tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     return tokens
+
+
+def has_ended_by_itself(request: Any) -> bool:
+    """Whether a finished request came to its end, and was neither aborted nor failed."""
+    from vllm.v1.request import RequestStatus
+
+    return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 def _attention_backend(vllm_config: Any, layer_names: Sequence[str]) -> str:

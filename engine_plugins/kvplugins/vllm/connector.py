@@ -17,18 +17,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 
 from kvclient import ClientSettings, Identity, Part
 from kvplugins.common.link import ServiceLink
 from kvplugins.common.service import Service, opener
 from kvplugins.vllm import compat
-from kvplugins.vllm.device import block_memory
+from kvplugins.vllm.device import BlockMemory, block_memory
 from kvplugins.vllm.identity import identity_of, incarnation_of, part_of
 from kvplugins.vllm.leases import LinkedLeases
-from kvplugins.vllm.plan import StepPlan
+from kvplugins.vllm.metrics import FAULTS, LINKS, ServiceMetrics, link_counts
+from kvplugins.vllm.plan import RankLent, StepPlan
+from kvplugins.vllm.prefill_side import PrefillSide
+from kvplugins.vllm.scheduler_handoffs import Handoffs, LinkedHandoffs, NoHandoffs
 from kvplugins.vllm.scheduler_side import Roles, SchedulerSide
+from kvplugins.vllm.sessions import Connected, client_settings, start_link
 from kvplugins.vllm.settings import PluginSettings
+from kvplugins.vllm.worker_handoffs import WorkerHandoffs, lending_opener
 from kvplugins.vllm.worker_side import WorkerLimits, WorkerSide
 
 logger = compat.logger_for("kvservice")
@@ -45,10 +51,22 @@ class ServiceMetadata(KVConnectorMetadata):
 
 @dataclass
 class ServiceHandshake(KVConnectorHandshakeMetadata):
-    """What a worker's KV is, on its way to the scheduler."""
+    """What a worker's KV is, on its way to the scheduler; and how others can read it, if they can by then."""
 
     identity: Identity
     part: Part
+    lent: RankLent | None
+
+
+@dataclass
+class LentMetadata(KVConnectorWorkerMetadata):
+    """How the ranks' KV can be read now, on its way to the scheduler."""
+
+    lent: dict[int, RankLent]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Add what other ranks say."""
+        return LentMetadata(self.lent | other.lent) if isinstance(other, LentMetadata) else self
 
 
 class KvServiceConnector(KVConnectorBase_V1):
@@ -61,7 +79,10 @@ class KvServiceConnector(KVConnectorBase_V1):
         compat.check_engine(vllm_config, kv_cache_config, allow_fail_policy=self._settings.allow_fail_policy)
         self._link: ServiceLink[Service] | None = None
         self._worker: WorkerSide | None = None
+        self._worker_handoffs: WorkerHandoffs | None = None
         self._scheduler: SchedulerSide | None = None
+        self._prefill: PrefillSide | None = None
+        self._handoffs: LinkedHandoffs | None = None
         self._handshake: ServiceHandshake | None = None
         self._has_warned = False
         self._faults_count = 0
@@ -69,19 +90,21 @@ class KvServiceConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A block that was not stored is a later miss; nobody depends on it."""
+        """A block that was not stored, or not handed over, is a later miss; nobody depends on it."""
         return False
 
     def counters(self) -> dict[str, int]:
         """Return all counts since the start, by name."""
-        counts: dict[str, int] = {"faults": self._faults_count}
-        for side in (self._worker, self._scheduler):
+        counts: dict[str, int] = {FAULTS: self._faults_count}
+        tickets = None if self._scheduler is None else self._scheduler.tickets
+        for side in (self._worker, self._scheduler, tickets, self._prefill):
             if side is not None:
                 counts |= dataclasses.asdict(side.counts)
-        if self._link is not None:
-            counts |= {
-                f"calls_{name}": count for name, count in dataclasses.asdict(self._link.counts).items()
-            }
+        handoffs = self._worker_handoffs
+        links = (self._link, None if handoffs is None else handoffs.link)
+        for name, link in zip(LINKS, links, strict=True):
+            if link is not None:
+                counts |= link_counts(name, link.counts)
         return counts
 
     # ------------------------------------------------------------------------------------- in each worker
@@ -101,9 +124,12 @@ class KvServiceConnector(KVConnectorBase_V1):
         )
         part = part_of(facts, pieces_bytes=memory.pieces_bytes)
         logger.info("KV of this rank: %s; %s", identity, part)
-        self._handshake = ServiceHandshake(identity, part)
         timeout_s = self._settings.transfer_timeout_ms / 1e3
-        self._link = self._open_link(identity, [part], timeout_s=timeout_s, name="worker")
+        self._link = self._start_link(opener(self._client_settings(timeout_s, "worker"), identity, [part]))
+        rank = facts.pipeline_parallel_rank * facts.tensor_parallel_size + facts.tensor_parallel_rank
+        self._worker_handoffs = handoffs = self._start_handoffs(identity, part, memory, rank)
+        lent = None if handoffs is None else handoffs.current()
+        self._handshake = ServiceHandshake(identity, part, lent)
         self._worker = WorkerSide(
             link=self._link,
             memory=memory,
@@ -114,8 +140,25 @@ class KvServiceConnector(KVConnectorBase_V1):
                 step_save_timeout_s=timeout_s,
             ),
             saves=facts.tensor_parallel_rank % facts.kv_replicas_count == 0,
+            handoffs=handoffs,
             clock=time.monotonic,
         )
+
+    def _start_handoffs(
+        self, identity: Identity, part: Part, memory: BlockMemory, rank: int
+    ) -> WorkerHandoffs | None:
+        """Lend this rank's memory, as far as this engine has blocks to hand over."""
+        if self._settings.handoff == "off":
+            return None
+        settings = self._client_settings(self._settings.handoff_timeout_ms / 1e3, "handoffs")
+        link = self._start_link(
+            lending_opener(
+                opener(settings, identity, [part]),
+                memory.pool,
+                lends=self._kv_transfer_config.is_kv_producer,
+            )
+        )
+        return WorkerHandoffs(link=link, pool=memory.pool, rank=rank, is_host=memory.is_host)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler what this rank's KV is."""
@@ -139,12 +182,22 @@ class KvServiceConnector(KVConnectorBase_V1):
             self._shielded("wait_for_save", lambda: worker.save(self._plan().saves), None)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Report the loads that have ended."""
-        return None, (self._worker.take_ended() if self._worker is not None else None)
+        """Report the requests whose blocks others have done with, and the loads that have ended."""
+        sent = set(self._plan().released) if self.has_connector_metadata() else set()
+        return sent or None, (self._worker.take_ended() if self._worker is not None else None)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Report the blocks that hold garbage; vLLM asks after `get_finished`."""
         return self._worker.take_lost_block_ids() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Tell the scheduler how this rank's KV can be read, whenever it believes otherwise."""
+        if (handoffs := self._worker_handoffs) is None or not self.has_connector_metadata():
+            return None
+        lent = self._shielded("build_connector_worker_meta", handoffs.current, None)
+        if lent is None or self._plan().known_layouts.get(handoffs.rank) == lent.pool.layout_id:
+            return None
+        return LentMetadata({handoffs.rank: lent})
 
     # ------------------------------------------------------------------------------------ in the scheduler
 
@@ -158,18 +211,46 @@ class KvServiceConnector(KVConnectorBase_V1):
             raise ValueError(f"The ranks of this engine disagree about which KV they hold: {identities}")
         # Ranks with the same KV share a part.
         parts = list(dict.fromkeys(handshake.part for handshake in handshakes))
-        timeout_s = self._settings.lookup_timeout_ms / 1e3
-        self._link = self._open_link(identities.pop(), parts, timeout_s=timeout_s, name="scheduler")
+        settings = self._client_settings(self._settings.lookup_timeout_ms / 1e3, "scheduler")
+        # It writes no blocks; those that it offers lie in its workers, where it cannot sum them.
+        settings = dataclasses.replace(settings, checksums=False)
+        self._link = self._start_link(opener(settings, identities.pop(), parts))
+        part_of_ranks = [parts.index(handshake.part) for handshake in handshakes]
+        lent = {rank: each.lent for rank, each in enumerate(handshakes) if each.lent is not None}
+        self._make_sides(self._scheduler_handoffs(self._link, part_of_ranks, lent))
+
+    def _scheduler_handoffs(
+        self, link: ServiceLink[Service], part_of_ranks: Sequence[int], lent: dict[int, RankLent]
+    ) -> Handoffs:
+        if self._settings.handoff == "off":
+            return NoHandoffs()
+        self._handoffs = LinkedHandoffs(
+            link,
+            part_of_ranks=part_of_ranks,
+            wants_direct=self._settings.handoff == "direct",
+            wait_s=self._settings.handoff_wait_ms / 1e3,
+            clock=time.monotonic,
+        )
+        self._handoffs.learn(lent)
+        return self._handoffs
+
+    def _make_sides(self, handoffs: Handoffs) -> None:
+        assert self._link is not None  # noqa: S101 - made by the caller, for the type
         transfer = self._kv_transfer_config
+        tokens = compat.block_tokens(self._kv_cache_config)
         self._scheduler = SchedulerSide(
             leases=LinkedLeases(self._link),
-            block_tokens=compat.block_tokens(self._kv_cache_config),
+            handoffs=handoffs,
+            block_tokens=tokens,
             roles=Roles(
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
                 saves_decode=self._settings.save_decode,
+                saves_handed_off=self._settings.save_handed_off,
             ),
         )
+        if transfer.is_kv_producer:
+            self._prefill = PrefillSide(handoffs=handoffs, block_tokens=tokens)
 
     def on_new_request(self, request: Any) -> None:
         """Remember a request."""
@@ -204,6 +285,10 @@ class KvServiceConnector(KVConnectorBase_V1):
         if scheduler is None:
             return ServiceMetadata(StepPlan())
         plan = StepPlan(loads=scheduler.take_loads())
+        if (prefill := self._prefill) is not None:
+            plan.released = self._shielded("build_connector_meta", prefill.take_released, [])
+        if self._handoffs is not None:
+            plan.known_layouts = self._handoffs.known_layouts
 
         def plan_saves() -> None:
             scheduler.preempted(scheduler_output.preempted_req_ids or ())
@@ -216,7 +301,10 @@ class KvServiceConnector(KVConnectorBase_V1):
         return ServiceMetadata(plan)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Learn which loads have ended, and which failed."""
+        """Learn which loads have ended, and which failed; and what the workers lend."""
+        lent = connector_output.kv_connector_worker_meta
+        if self._handoffs is not None and isinstance(lent, LentMetadata):
+            self._handoffs.learn(lent.lent)
         if (scheduler := self._scheduler) is not None:
             self._shielded(
                 "update_connector_output",
@@ -229,10 +317,21 @@ class KvServiceConnector(KVConnectorBase_V1):
             )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request. Its blocks may be freed at once: saves were over with the step that made them."""
+        """Forget a request, and hand its blocks over if they go elsewhere; vLLM then keeps them.
+
+        Otherwise they may be freed at once: saves were over with the step that made them.
+        """
         if (scheduler := self._scheduler) is not None:
             self._shielded("request_finished", lambda: scheduler.finished(request.request_id), None)
-        return False, None
+        if (prefill := self._prefill) is None:
+            return False, None
+        is_whole = compat.has_ended_by_itself(request)
+        freed: tuple[bool, dict[str, Any] | None] = (False, None)
+        return self._shielded(
+            "request_finished",
+            lambda: prefill.finished(request, block_ids, is_whole=is_whole),
+            freed,
+        )
 
     def reset_cache(self) -> bool | None:
         """Drop what the service has of this KV, for all engines: the weights were changed in place, say."""
@@ -256,8 +355,19 @@ class KvServiceConnector(KVConnectorBase_V1):
         """Make stats of what travelled between vLLM's processes."""
         return compat.ServiceStats(data or {})
 
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ServiceMetrics:
+        """Make the counters of vLLM's front end."""
+        return ServiceMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
-        """End leases, loads and the session. Idempotent."""
+        """End leases, loads and the sessions. Idempotent."""
         if self._scheduler is not None:
             self._shielded("shutdown", self._scheduler.shutdown, None)
         if self._worker is not None:
@@ -270,35 +380,19 @@ class KvServiceConnector(KVConnectorBase_V1):
         plan: StepPlan = metadata.plan
         return plan
 
-    def _open_link(
-        self, identity: Identity, parts: Sequence[Part], *, timeout_s: float, name: str
-    ) -> ServiceLink[Service]:
-        settings = self._settings
+    def _client_settings(self, timeout_s: float, name: str) -> ClientSettings:
         transfer = self._kv_transfer_config
-        link = ServiceLink(
-            name=f"kvservice at {settings.endpoint}",
-            connect=opener(
-                ClientSettings(
-                    endpoint=settings.endpoint,
-                    call_timeout_s=timeout_s,
-                    transfer_timeout_s=timeout_s,
-                    connect_timeout_s=settings.connect_timeout_ms / 1e3,
-                    client_name=f"vllm {transfer.kv_role} {name}",
-                    engine_incarnation=incarnation_of(
-                        engine_id=transfer.engine_id or "", instance_id=self._vllm_config.instance_id
-                    ),
-                    token=settings.token,
-                    verify=settings.verify,
-                ),
-                identity,
-                parts,
+        return client_settings(
+            self._settings,
+            engine_incarnation=incarnation_of(
+                engine_id=transfer.engine_id or "", instance_id=self._vllm_config.instance_id
             ),
-            close=Service.close,
-            retry_after_s=settings.retry_after_ms / 1e3,
-            logger=logger,
+            name=f"vllm {transfer.kv_role} {name}",
+            timeout_s=timeout_s,
         )
-        link.start()
-        return link
+
+    def _start_link(self, connect: Callable[[], Connected]) -> ServiceLink[Connected]:
+        return start_link(self._settings, connect, logger)
 
     def _shielded(self, hook: str, action: Callable[[], Answer], otherwise: Answer) -> Answer:
         """Run a hook; a fault of ours costs a recomputation and never the engine."""

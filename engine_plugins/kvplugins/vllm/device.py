@@ -1,9 +1,8 @@
 """The engine's KV memory, on whatever device it lies.
 
 A block is taken whole, as bytes: one piece for each layer, in the order of the layers. What the bytes mean is
-    the
-engine's affair; on a CPU it orders the inside of a block by the kernel it runs, so nothing smaller may be cut
-out.
+the engine's affair; on a CPU it orders the inside of a block by the kernel it runs, so nothing smaller may be
+cut out.
 
 `HostMemory` hands out the engine's own memory and copies nothing. `CudaMemory` goes through pinned host
 memory on streams of its own.
@@ -17,20 +16,31 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvclient import BlockBuffers
+from kvclient import BlockBuffers, BlockPool
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class BlockMemory(Protocol):
-    """Whole blocks of the engine, for the two copies that there are."""
+    """Whole blocks of the engine, for the two copies that there are, and for passages without one."""
 
     @property
     def pieces_bytes(self) -> tuple[int, ...]:
         """Size of each layer's piece of a block."""
 
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks where they lie, for others to read and to receive into."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether they lie in host memory."""
+
     def mark(self) -> object:
         """Remember the device work that was launched so far; for the thread that launches it."""
+
+    def wait(self, mark: object) -> None:
+        """Return when the device work of `mark` is done, and what it used may be written by others."""
 
     def outgoing(self, block_ids: Sequence[int], mark: object) -> BlockBuffers:
         """Show the blocks as host memory that holds what they held at `mark`.
@@ -52,19 +62,34 @@ class HostMemory:
     """KV in host memory: bytes go to and from the engine's blocks without a copy in between.
 
     layers: one array (engine blocks, piece bytes) for each layer; rows may lie apart.
+    pool: the same memory.
     """
 
-    def __init__(self, layers: Sequence[Bytes]) -> None:
+    def __init__(self, layers: Sequence[Bytes], pool: BlockPool) -> None:
         self._layers = list(layers)
+        self._pool = pool
 
     @property
     def pieces_bytes(self) -> tuple[int, ...]:
         """Size of each layer's piece of a block."""
         return tuple(layer.shape[1] for layer in self._layers)
 
+    @property
+    def pool(self) -> BlockPool:
+        """The engine's own blocks."""
+        return self._pool
+
+    @property
+    def is_host(self) -> bool:
+        """They do."""
+        return True
+
     def mark(self) -> object:
         """Return nothing: a CPU has computed when the call that computes returns."""
         return None
+
+    def wait(self, mark: object) -> None:
+        """Do nothing, for the same reason."""
 
     def outgoing(self, block_ids: Sequence[int], mark: object) -> BlockBuffers:
         """Show the engine's own blocks."""
@@ -82,9 +107,8 @@ class CudaMemory:
     """KV in GPU memory, staged through pinned host memory.
 
     Untried: it was written without a GPU at hand and has run on none. It is kept to the few calls that
-        matter. Saves
-    and loads have a stream and a staging area each, since two threads use them, and each thread waits for its
-    own stream before it goes on.
+    matter. Saves and loads have a stream and a staging area each, since two threads use them, and each
+    thread waits for its own stream before it goes on.
 
     layers: one uint8 tensor (engine blocks, piece bytes) for each layer; rows may lie apart.
     blocks_max: blocks that one call may name; pinned memory is twice that many blocks.
@@ -105,6 +129,20 @@ class CudaMemory:
     def pieces_bytes(self) -> tuple[int, ...]:
         """Size of each layer's piece of a block."""
         return tuple(layer.shape[1] for layer in self._layers)
+
+    @property
+    def pool(self) -> BlockPool:
+        """The engine's own blocks."""
+        return BlockPool.of(self._layers)
+
+    @property
+    def is_host(self) -> bool:
+        """They do not."""
+        return False
+
+    def wait(self, mark: Any) -> None:
+        """Wait for the event."""
+        mark.synchronize()
 
     def mark(self) -> object:
         """Record an event on the compute stream."""
@@ -152,7 +190,7 @@ def block_memory(kv_caches: Mapping[str, Any], *, blocks_max: int) -> BlockMemor
     layers = [_rows(name, tensor) for name, tensor in _distinct(kv_caches).items()]
     kinds = {layer.device.type for layer in layers}
     if kinds == {"cpu"}:
-        return HostMemory([layer.numpy() for layer in layers])
+        return HostMemory([layer.numpy() for layer in layers], BlockPool.of(layers))
     if kinds == {"cuda"}:
         return CudaMemory(layers, blocks_max=blocks_max)
     raise ValueError(

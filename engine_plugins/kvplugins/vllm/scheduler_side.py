@@ -3,6 +3,10 @@
 A request that may load holds a lease from the moment it is promised blocks until its load has ended: eviction
 cannot take what the scheduler counts on. Every way out of a request's life ends its lease, and always by the
 id of the lease (engine_plugins/DESIGN.md has the table of hooks).
+
+A request that was prefilled elsewhere may bring a ticket: its blocks then come from the engine that computed
+them. A ticket is spent by the load, or given back as soon as there will be none, so that the other engine has
+its memory again.
 """
 
 from __future__ import annotations
@@ -12,7 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvplugins.vllm.plan import BlockWork
+from kvplugins.vllm.plan import BlockWork, HandoffWork
+from kvplugins.vllm.scheduler_handoffs import Handoffs
+from kvplugins.vllm.ticket import Ticket, asks_for_handoff
+from kvplugins.vllm.ticket_desk import TicketDesk
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +33,7 @@ class Request(Protocol):
     num_prompt_tokens: int
     num_computed_tokens: int
     skip_reading_prefix_cache: bool
+    kv_transfer_params: Mapping[str, object] | None
 
 
 class HeldLease(Protocol):
@@ -52,11 +60,12 @@ class Leases(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What this engine does with the service, from vLLM's `kv_role`."""
+    """What this engine does with the service, from vLLM's `kv_role` and the settings."""
 
     loads: bool
     saves: bool
     saves_decode: bool
+    saves_handed_off: bool = True
 
 
 @dataclass(slots=True)
@@ -76,11 +85,11 @@ class SchedulerCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """Blocks [first_block, end_block) of a request, under a lease."""
+    """Blocks [first_block, end_block) of a request, under a lease, or by the request's ticket."""
 
     first_block: int
     end_block: int
-    lease: HeldLease
+    source: HeldLease | Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +97,14 @@ class _Load:
     """A load that the workers have been told of and have not ended."""
 
     block_ids: frozenset[int]
-    lease: HeldLease
+    source: HeldLease | Ticket
 
 
 @dataclass(slots=True)
 class _Tracked:
     """One request.
 
+    ticket: where its blocks wait in another engine; None once it is spent or given back.
     claim: promised, memory not allocated yet.
     load: under way at the workers.
     first_block: the first block that the engine did not have itself when it last asked.
@@ -106,6 +116,7 @@ class _Tracked:
     """
 
     request: Request
+    ticket: Ticket | None = None
     claim: _Claim | None = None
     load: _Load | None = None
     first_block: int = 0
@@ -118,9 +129,11 @@ class _Tracked:
 class SchedulerSide:
     """Decides for all requests of one engine. Used by vLLM's scheduler thread alone."""
 
-    def __init__(self, *, leases: Leases, block_tokens: int, roles: Roles) -> None:
+    def __init__(self, *, leases: Leases, handoffs: Handoffs, block_tokens: int, roles: Roles) -> None:
         self.counts = SchedulerCounts()
+        self.tickets = TicketDesk(handoffs)
         self._leases = leases
+        self._handoffs = handoffs
         self._block_tokens = block_tokens
         self._roles = roles
         self._tracked: dict[str, _Tracked] = {}
@@ -161,17 +174,25 @@ class SchedulerSide:
         claim = tracked.claim
         if external_tokens == 0 or claim is None:
             self._drop_claim(tracked)
+            self._return_ticket(tracked, "the engine has the blocks itself, or computes them")
             return
         first = tracked.first_block
         end = first + external_tokens // self._block_tokens
+        source = claim.source
         work = BlockWork(
             request_id=request.request_id,
             keys=tuple(request.block_hashes[first:end]),
             block_ids=tuple(block_ids[first:end]),
-            daemon_incarnation=claim.lease.daemon_incarnation,
+            daemon_incarnation=source.daemon_incarnation,
+            handoff=HandoffWork(source.handoff_ids, first) if isinstance(source, Ticket) else None,
         )
+        if isinstance(source, Ticket):
+            tracked.ticket = None
+            self.tickets.spend(source)
+        else:
+            self._return_ticket(tracked, "the engine has those blocks itself")
         tracked.claim = None
-        tracked.load = _Load(frozenset(work.block_ids), claim.lease)
+        tracked.load = _Load(frozenset(work.block_ids), source)
         self._planned_loads.append(work)
         self.counts.loads_begun += 1
 
@@ -199,7 +220,7 @@ class SchedulerSide:
         saves = []
         for request_id, tokens_count in scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            if tracked is None:
+            if tracked is None or self._is_handed_off_only(tracked.request):
                 continue
             end = self._complete_blocks(tracked.request, tokens_count)
             if end > tracked.saved_count:
@@ -252,18 +273,21 @@ class SchedulerSide:
         if tracked is None:
             return
         self._drop_claim(tracked)
+        self._return_ticket(tracked, "the request has ended")
         tracked.is_finished = True
         if tracked.load is None:
             del self._tracked[request_id]
 
     def shutdown(self) -> None:
-        """End every lease."""
+        """End every lease, and give back every ticket."""
         leases = [
-            held.lease
+            held.source
             for tracked in self._tracked.values()
             for held in (tracked.claim, tracked.load)
-            if held is not None
+            if held is not None and not isinstance(held.source, Ticket)
         ]
+        for tracked in self._tracked.values():
+            self._return_ticket(tracked, "the engine stops")
         self._tracked.clear()
         self._planned_loads.clear()
         if leases:
@@ -273,16 +297,33 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             tracked = self._tracked[request.request_id] = _Tracked(request)
+            tracked.ticket = self.tickets.take(request.request_id, request.kv_transfer_params)
         return tracked
 
+    def _return_ticket(self, tracked: _Tracked, reason: str) -> None:
+        ticket, tracked.ticket = tracked.ticket, None
+        if ticket is not None:
+            self.tickets.give_back(ticket, reason)
+
+    def _is_handed_off_only(self, request: Request) -> bool:
+        """Whether a request's blocks go to another engine and not into the store as well."""
+        return (
+            not self._roles.saves_handed_off
+            and asks_for_handoff(request.kv_transfer_params)
+            and self._handoffs.can_offer
+        )
+
     def _claim(self, tracked: _Tracked, first: int) -> int:
-        """Lease what the service has from block `first` on; return the number of blocks.
+        """Find what can be loaded from block `first` on, and keep it so; return the number of blocks.
 
         The last token is always computed here, even where the prompt ends with a block: the engine needs its
         hidden state to sample the next one.
         """
         request = tracked.request
         end = (request.num_tokens - 1) // self._block_tokens
+        ticket = tracked.ticket
+        if ticket is not None and first < min(end, ticket.blocks_count):
+            return self._promise(tracked, _Claim(first, min(end, ticket.blocks_count), ticket))
         keys = request.block_hashes[first:end]
         lease = None
         if keys:
@@ -291,10 +332,14 @@ class SchedulerSide:
         if lease is None:
             tracked.missed_at = first
             return 0
+        return self._promise(tracked, _Claim(first, first + lease.keys_count, lease))
+
+    def _promise(self, tracked: _Tracked, claim: _Claim) -> int:
         tracked.missed_at = None
-        tracked.claim = _Claim(first, first + lease.keys_count, lease)
-        self.counts.blocks_promised += lease.keys_count
-        return lease.keys_count
+        tracked.claim = claim
+        blocks_count = claim.end_block - claim.first_block
+        self.counts.blocks_promised += blocks_count
+        return blocks_count
 
     def _complete_blocks(self, request: Request, scheduled_count: int) -> int:
         """Count the blocks of known tokens whose KV exists after the step.
@@ -317,12 +362,16 @@ class SchedulerSide:
 
     def _end_load(self, tracked: _Tracked) -> None:
         load, tracked.load = tracked.load, None
-        if load is not None:
-            self._leases.release([load.lease])
+        source = None if load is None else load.source
+        if isinstance(source, Ticket):
+            self.tickets.load_ended(source, has_lost_blocks=tracked.has_lost_blocks)
+        elif source is not None:
+            self._leases.release([source])
         if tracked.is_finished:
             del self._tracked[tracked.request.request_id]
 
     def _drop_claim(self, tracked: _Tracked) -> None:
         claim, tracked.claim = tracked.claim, None
-        if claim is not None:
-            self._leases.release([claim.lease])
+        # A ticket stays the request's until it is spent or given back.
+        if claim is not None and not isinstance(claim.source, Ticket):
+            self._leases.release([claim.source])

@@ -13,10 +13,15 @@ RANGES = {
     "lookup_timeout_ms": (1, 10_000),
     "queued_load_timeout_ms": (10, 600_000),
     "transfer_timeout_ms": (10, 60_000),
+    "handoff_timeout_ms": (10, 60_000),
+    "handoff_wait_ms": (100, 60_000),
     "retry_after_ms": (10, 600_000),
     "queued_loads_max": (1, 100_000),
     "blocks_per_call_max": (1, 4096),
 }
+
+# Whether blocks go from engine to engine where a request says so, and which way.
+HANDOFF_CHOICES = ("auto", "direct", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,12 @@ class PluginSettings:
     verify: check the checksum of what is loaded. Without it, bytes that changed in the service's memory
         become wrong tokens.
     save_decode: store the blocks of generated tokens too, not only those of prompts.
+    handoff: what to do where a request is prefilled here and decoded elsewhere, or the other way round.
+        "auto": hand its blocks over, by the way that the service finds the cheapest; "direct": out of the
+        memory of the engine that computed them, always; "off": through the store alone.
+    save_handed_off: store the blocks of a prompt that is handed over too, so that others find its prefix.
+    ucx_library, ucx_transports, ucx_devices: which UCX reads other engines' memory and lends this one's, and
+        what it may use, as UCX_TLS and UCX_NET_DEVICES take it; empty leaves it to UCX.
     allow_fail_policy: run although vLLM's `kv_load_failure_policy` is "fail", which fails a request whenever
         one of its blocks is lost between lookup and load.
     connect_timeout_ms: one attempt to connect.
@@ -38,6 +49,8 @@ class PluginSettings:
     queued_load_timeout_ms: a load that has not begun by then is given up.
     transfer_timeout_ms: one call that moves blocks; also how long one step of the engine may wait for its
         blocks to be stored.
+    handoff_timeout_ms: one passage of a request's blocks from engine to engine.
+    handoff_wait_ms: how long a prefill engine keeps blocks that nobody comes for.
     retry_after_ms: how long the engine goes without the service after it was lost, before it tries again.
     queued_loads_max: loads that wait; more are recomputed at once.
     blocks_per_call_max: blocks moved by one call to the service.
@@ -49,11 +62,18 @@ class PluginSettings:
     weights_revision: str = ""
     verify: bool = True
     save_decode: bool = False
+    handoff: str = "auto"
+    save_handed_off: bool = True
+    ucx_library: str = "auto"
+    ucx_transports: str = ""
+    ucx_devices: str = ""
     allow_fail_policy: bool = False
     connect_timeout_ms: int = 2_000
     lookup_timeout_ms: int = 250
     queued_load_timeout_ms: int = 10_000
     transfer_timeout_ms: int = 1_000
+    handoff_timeout_ms: int = 10_000
+    handoff_wait_ms: int = 30_000
     retry_after_ms: int = 2_000
     queued_loads_max: int = 256
     blocks_per_call_max: int = 256
@@ -73,6 +93,11 @@ class PluginSettings:
                 raise ValueError(
                     f"kv_connector_extra_config: {key} = {getattr(self, key)} must be from {least} to {most}."
                 )
+        if self.handoff not in HANDOFF_CHOICES:
+            raise ValueError(
+                f"kv_connector_extra_config: handoff = {self.handoff!r} must be one of "
+                f"{', '.join(HANDOFF_CHOICES)}."
+            )
         if not self.endpoint.startswith(("unix:", "grpc://")):
             raise ValueError(
                 f"kv_connector_extra_config: endpoint = {self.endpoint!r} must be unix:/path or grpc://host:port."

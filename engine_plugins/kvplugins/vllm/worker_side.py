@@ -11,6 +11,9 @@ needs a second protocol (delayed frees, a wait before each preemption), and a pr
 answer before its KV can be found. The price is that a step waits for its blocks to be stored, at most
 `transfer_timeout_ms`: after that, and whenever the service is gone, full or slow, what is left is not saved,
 which costs a later miss and nothing else.
+
+**Handed over** blocks come from the engine that computed them; where they do not, the store is asked for the
+same keys before they are given up, since the other engine has most often stored them too.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvclient import GetResult
+from kvclient import GetResult, HandoffChoice
 from kvplugins.common.link import ServiceLink
 from kvplugins.common.service import Service
 from kvplugins.vllm.device import BlockMemory
 from kvplugins.vllm.plan import BlockWork
+from kvplugins.vllm.worker_handoffs import WorkerHandoffs
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +60,8 @@ class WorkerCounts:
     loaded, lost: blocks of loads that came, and that did not.
     saved, known: blocks that were stored, and that the service had already.
     unsaved: blocks that were not stored, since the service was gone, full or slow.
+    handoffs_received, handoffs_failed: handoffs that came, and that did not.
+    handoffs_direct: those that came out of the other engine's memory. bytes_handed_over: of all that came.
     """
 
     blocks_loaded: int = 0
@@ -65,6 +71,10 @@ class WorkerCounts:
     blocks_known: int = 0
     blocks_unsaved: int = 0
     bytes_saved: int = 0
+    handoffs_received: int = 0
+    handoffs_direct: int = 0
+    handoffs_failed: int = 0
+    bytes_handed_over: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +89,7 @@ class WorkerSide:
 
     clock: seconds that never go back.
     saves: whether this rank stores what it computes; of ranks that hold the same KV, one does.
+    handoffs: None where blocks go through the store alone.
     """
 
     def __init__(
@@ -88,9 +99,11 @@ class WorkerSide:
         memory: BlockMemory,
         limits: WorkerLimits,
         saves: bool,
+        handoffs: WorkerHandoffs | None,
         clock: Callable[[], float],
     ) -> None:
         self.counts = WorkerCounts()
+        self._handoffs = handoffs
         self._link = link
         self._memory = memory
         self._limits = limits
@@ -152,10 +165,12 @@ class WorkerSide:
         return lost
 
     def shutdown(self) -> None:
-        """End the loader and the connection."""
+        """End the loader and the connections."""
         self._jobs.put(None)
         self._loader.join(self._limits.step_save_timeout_s + SHUTDOWN_GRACE_S)
         self._link.close()
+        if self._handoffs is not None:
+            self._handoffs.close()
 
     def _save_chunk(self, keys: list[bytes], block_ids: list[int], mark: object) -> bool:
         """Store some blocks; say whether the service took them."""
@@ -190,11 +205,35 @@ class WorkerSide:
         work = job.work
         if self._clock() > job.begin_until_s:
             return work.block_ids
+        if work.handoff is not None and self._receive(work, job.mark):
+            return ()
         for chunk in self._chunks(len(work.keys)):
             hits_count = self._load_chunk(work, chunk, job.mark)
             if hits_count < len(work.keys[chunk]):
                 return work.block_ids[chunk.start + hits_count :]
         return ()
+
+    def _receive(self, work: BlockWork, mark: object) -> bool:
+        """Fetch a load's blocks from the engine that computed them; say whether all are there.
+
+        The number of the handoff came with the request, through other hands: only the keys say that these are
+        the request's blocks. Others are garbage, which the store or the engine then overwrites.
+        """
+        self._memory.wait(mark)
+        result = self._handoffs.receive(work) if self._handoffs is not None else None
+        is_there = result is not None and result.keys == b"".join(work.keys)
+        with self._lock:
+            if result is None or not is_there:
+                self.counts.handoffs_failed += 1
+            else:
+                self.counts.handoffs_received += 1
+                self.counts.handoffs_direct += result.choice is HandoffChoice.DIRECT
+                self.counts.bytes_handed_over += result.bytes_moved
+                self.counts.bytes_loaded += result.bytes_moved
+        if not is_there:
+            what = "did not come" if result is None else "brought blocks of another prompt"
+            logger.warning("request %s: its handoff %s; the store is asked", work.request_id, what)
+        return is_there
 
     def _load_chunk(self, work: BlockWork, chunk: slice, mark: object) -> int:
         """Load some blocks; return how many from the first on are there."""
@@ -202,7 +241,7 @@ class WorkerSide:
         buffers = self._memory.incoming(block_ids)
 
         def get(service: Service) -> GetResult | None:
-            if not _is_with(service, work.daemon_incarnation):
+            if not service.is_with(work.daemon_incarnation):
                 return None
             return service.namespace.get(keys, buffers)
 
@@ -226,14 +265,3 @@ class WorkerSide:
     def _chunks(self, count: int) -> Iterator[slice]:
         step = self._limits.blocks_per_call_max
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
-
-
-def _is_with(service: Service, daemon_incarnation: bytes) -> bool:
-    """Whether this session is one with the daemon that promised the blocks.
-
-    Blocks on this host are read without a call, so a worker that has loaded nothing for a while would go on
-    reading the memory of a daemon that has ended. A call makes the session find its successor.
-    """
-    if service.client.attachment.daemon_incarnation != daemon_incarnation:
-        service.client.list_tiers()
-    return service.client.attachment.daemon_incarnation == daemon_incarnation
