@@ -1,9 +1,8 @@
 """What the daemon says of the handoffs that this process offered. Thread-safe.
 
 The rule that this file keeps: blocks that were offered may be used again only when the daemon
-says that they are released, or when nobody can be reading them any more: every claim ends at
-the latest with the hold that the offer's answer named, and no operation takes longer than its
-bound.
+says that they are released, or when nobody can be reading them any more: the hold that the
+offer's answer named is over, which no claim outlives, with all its operations.
 """
 
 from __future__ import annotations
@@ -19,9 +18,6 @@ from dataclasses import dataclass
 from kvclient.results import HandoffNews
 from kvproto.kv.v1 import handoff_service_pb2
 from kvservice.core.records import HandoffState
-
-OPERATION_BOUND_S = 5.0
-"""Longest that one operation of a reader may still run after the deadline up to which it posts."""
 
 ENDED_LIMIT = 1 << 14
 """Released handoffs that are remembered for those who ask late."""
@@ -96,7 +92,7 @@ class HandoffWatch:
         """Return when its blocks are released without a word; None if they are already."""
         with self._changed:
             offered = self._offered.get(handoff_id)
-            return None if offered is None else offered.hold_until_s + OPERATION_BOUND_S
+            return None if offered is None else offered.hold_until_s
 
     def wait_released(self, handoff_id: int, timeout_s: float) -> HandoffNews | None:
         """Wait until the blocks may be used again; return the news then, or None where it takes longer."""
@@ -110,7 +106,7 @@ class HandoffWatch:
                 now_s = self._clock()
                 if end_s <= now_s:
                     return None
-                wait_s = min(end_s, offered.hold_until_s + OPERATION_BOUND_S) - now_s
+                wait_s = min(end_s, offered.hold_until_s) - now_s
                 self._changed.wait(max(wait_s, 0.001))
 
     @contextlib.contextmanager
@@ -188,7 +184,7 @@ class HandoffWatch:
 
     def _release_overdue(self, handoff_id: int) -> None:
         offered = self._offered.get(handoff_id)
-        if offered is None or self._clock() < offered.hold_until_s + OPERATION_BOUND_S:
+        if offered is None or self._clock() < offered.hold_until_s:
             return
         state = offered.news.state
         if state in _LIVE:

@@ -45,7 +45,9 @@ class LentMemory(Protocol):
         """What the daemon passes on, the preferred one first."""
 
     def close(self) -> None:
-        """Lend it no more; reads that come later fail. Idempotent."""
+        """Lend it no more; it may be unmapped then. Reads that come later fail, or read what is there: who
+        lends waits for the control plane's word that nobody reads any more. Idempotent.
+        """
 
 
 class OneSided(Protocol):

@@ -29,6 +29,9 @@ class EndpointSettings:
     transports: what UCX may use, as UCX_TLS takes it; "" leaves it to UCX.
     devices: network devices, as UCX_NET_DEVICES takes them; "" leaves it to UCX. A list of such
         lists, separated by ";", makes a lane of each.
+    by_messages: let others read what this process lends also over wires that have no one-sided
+        operations (tcp). UCX makes them out of messages then, which this process has to answer, and
+        UCX 1.22 ends it where a reader goes away in the middle: not for a process that is worth more.
 
     Raises:
         InvalidFieldError: a value is out of its range.
@@ -38,6 +41,7 @@ class EndpointSettings:
     library: str = "auto"
     transports: str = ""
     devices: str = ""
+    by_messages: bool = False
 
     def __post_init__(self) -> None:
         """Hold the texts to their limits."""

@@ -35,6 +35,12 @@ from tests.contract.lifecycle_edges import (
     refusal_of,
 )
 from tests.contract.lifecycle_facts import EventContract, ExpiryContract, FactsContract
+from tests.contract.lifecycle_handoff_ends import (
+    GrpcHandoffContract,
+    HandoffEndContract,
+    HandoffNewsContract,
+)
+from tests.contract.lifecycle_handoffs import ClaimContract, OfferContract, SegmentContract
 from tests.contract.lifecycle_reads import ReadContract
 
 REMOTE_PATIENCE = {"KVSERVICE_LEASE__HEARTBEAT_TIMEOUT_MS": "600000"}
@@ -88,7 +94,19 @@ def peer(connect, house):
     return connect(house)
 
 
-class Contract(SessionContract, WriteContract, ReadContract, FactsContract, EventContract, ExpiryContract):
+class Contract(
+    SessionContract,
+    WriteContract,
+    ReadContract,
+    FactsContract,
+    EventContract,
+    ExpiryContract,
+    SegmentContract,
+    OfferContract,
+    ClaimContract,
+    HandoffEndContract,
+    HandoffNewsContract,
+):
     """All of it."""
 
 
@@ -104,7 +122,7 @@ class TestLane(Contract):
     edge = LanePeer
 
 
-class TestGrpcAlone:
+class TestGrpcAlone(GrpcHandoffContract):
     """What only gRPC has."""
 
     edge = GrpcPeer

@@ -30,7 +30,7 @@ class Engine:
         settings = ClientSettings(
             endpoint,
             engine_incarnation=os.urandom(16),
-            one_sided=EndpointSettings(devices="lo", transports=transports),
+            one_sided=EndpointSettings(devices="lo", transports=transports, by_messages=bool(transports)),
         )
         self._client = KvClient.connect(settings)
         self._ttl_s = ttl_s

@@ -22,6 +22,7 @@ from kvclient import (
     HandoffClaimedError,
     HandoffEndedError,
     HandoffState,
+    NoWayError,
     PeerUnavailableError,
     StaleIncarnationError,
 )
@@ -142,7 +143,9 @@ def here():
                     ClientSettings(
                         endpoint,
                         engine_incarnation=os.urandom(16),
-                        one_sided=EndpointSettings(devices="lo", transports=transports),
+                        one_sided=EndpointSettings(
+                            devices="lo", transports=transports, by_messages=bool(transports)
+                        ),
                         **settings,
                     )
                 )
@@ -186,6 +189,17 @@ def test_a_giver_killed_before_the_read(daemon, start_engine, here, transports):
     assert time.monotonic() - begun_s < WAIT_LIMIT_S
     with pytest.raises(HandoffEndedError):
         decode.client.handoffs.complete(claim)
+
+
+def test_a_giver_is_not_read_by_messages_unless_it_wants_to(daemon, start_engine, here):
+    """Over tcp UCX can end the process that it reads, which an engine is too dear for."""
+    giver, decode = here(daemon.lane), here(daemon.lane, "tcp")
+    lent = giver.client.handoffs.lend([giver.pool])
+    offer = giver.client.handoffs.offer(giver.namespace, [b"k" * 32], lent, [0])
+    with pytest.raises(NoWayError, match="by_messages"):
+        decode.receive(offer.handoff_id, 1)
+    news = giver.client.handoffs.wait_released(offer.handoff_id, WAIT_LIMIT_S)
+    assert news.state is HandoffState.ABORTED
 
 
 def test_a_giver_that_is_stopped_is_read_by_cma(daemon, start_engine, here):

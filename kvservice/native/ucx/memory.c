@@ -41,9 +41,20 @@ void segment_end_use(struct segment *segment)
     }
 }
 
+/* UCX registers memory of any kind, and fails only when it is reached for. */
+static int has_memory_type(const struct worker *worker, ucs_memory_type_t type)
+{
+    ucp_context_attr_t attributes = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
+    return ucx.ucp_context_query(worker->context, &attributes) == UCS_OK &&
+           (attributes.memory_types & UCS_BIT(type)) != 0;
+}
+
 ucs_status_t registration_open(struct registration *registration,
                                struct worker *worker)
 {
+    if (!has_memory_type(worker, registration->memory_type)) {
+        return UCS_ERR_UNSUPPORTED;
+    }
     const ucp_mem_map_params_t parameters = {
         .field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS |
                       UCP_MEM_MAP_PARAM_FIELD_LENGTH |

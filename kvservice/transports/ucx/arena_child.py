@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> int:
     """Lend until the socket ends; return the exit status."""
     descriptor, transport, library, transports, devices = arguments
     with socket.socket(fileno=int(descriptor)) as wire:
-        settings = EndpointSettings(transport, library, transports, devices)
+        settings = EndpointSettings(transport, library, transports, devices, by_messages=True)
         try:
             endpoint = make_endpoint(settings)
             if endpoint is None:

@@ -82,8 +82,8 @@ class UcxEndpoint:
             ucx.load(settings.library)
             for index, names in enumerate(devices):
                 config = {"TLS": settings.transports, "NET_DEVICES": names}
-                config = {name: value for name, value in config.items() if value}
-                self._lanes.append(Lane(config, names or str(index)))
+                config = dict(ucx.CMA_SETTINGS) | {name: value for name, value in config.items() if value}
+                self._lanes.append(Lane(config, names or str(index), by_messages=settings.by_messages))
         except ucx.UcxError as error:
             self.close()
             raise NoWayError(f"ucx cannot be used here: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -25,19 +26,21 @@ PEERS_LIMIT = 256
 
 I32 = npt.NDArray[np.int32]
 
+_log = logging.getLogger(__name__)
+
 
 class Lane:
     """Thread-safe.
 
-    config: UCX's settings by name, without UCX_.
+    config: UCX's settings by name, without UCX_. by_messages: see EndpointSettings.
     """
 
-    def __init__(self, config: dict[str, str], name: str) -> None:
+    def __init__(self, config: dict[str, str], name: str, *, by_messages: bool) -> None:
         """Open the worker and begin to serve. Raises UcxError."""
         self.name = name
         self.statistics = LaneStatistics()
         self._worker = ucx.Worker(config)
-        self.address = PeerAddress.of_this_process(self._worker.address).encode()
+        self.address = PeerAddress.of_this_process(self._worker.address, by_messages=by_messages).encode()
         self._peers: dict[bytes, Peer] = {}
         self._lock = threading.Lock()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
@@ -91,6 +94,11 @@ class Lane:
                 deadline_ns=deadline_ns,
                 watched=peer.watched if peer.watched is not peer.data else None,
             )
+        except ucx.UnsettledError as error:
+            # Only without its worker can nothing write to the caller's memory any more.
+            self.close()
+            _log.error("lane %s is given up, with all that is lent by it: %s", self.name, error)
+            raise PeerUnavailableError(f"lane {self.name} had to be given up: {error}") from error
         except ucx.UcxError as error:
             self._forget(segments[0][1].address, peer)
             raise PeerUnavailableError(f"the transfer failed on lane {self.name}: {error}") from error

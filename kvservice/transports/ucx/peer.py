@@ -14,7 +14,7 @@ import threading
 import time
 
 from kvservice.core.engine_memory import EngineSegment, SegmentWay
-from kvservice.core.errors import InvalidFieldError, MalformedError, PeerUnavailableError
+from kvservice.core.errors import InvalidFieldError, MalformedError, NoWayError, PeerUnavailableError
 from kvservice.native import ucx
 from kvservice.transports.ucx.address import PeerAddress, started_ticks
 
@@ -33,6 +33,7 @@ class Peer:
         Raises:
             MalformedError: it is no address.
             PeerUnavailableError: the process is gone, or does not answer by `deadline_ns`.
+            NoWayError: UCX has no one-sided operations to it.
         """
         found = PeerAddress.parse(address)
         self._lock = threading.Lock()
@@ -46,6 +47,8 @@ class Peer:
             self.data = self.watched
             if found.is_here:
                 self.data = self._unwatched(worker, found, deadline_ns)
+            if not found.by_messages:
+                _check_one_sided(self.data.describe())
         except BaseException:
             self.close()
             raise
@@ -119,6 +122,15 @@ def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def _check_one_sided(description: str) -> None:
+    """Raise NoWayError where reads would be made of messages that the lender does not want."""
+    if not any("rma" in uses for _, uses in _LANE.findall(description)):
+        raise NoWayError(
+            f"no one-sided operation leads to the process, only {devices_of(description)}, which could end "
+            "it: read the blocks out of the arena, or let it be read so (one_sided.by_messages)"
+        )
 
 
 def devices_of(description: str) -> str:

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from kvservice.native import ucx
-from tests.unit.native.ucx.peers import LANES, Lane, RemotePeer, Server
+from tests.integration.ucx.peers import LANES, Lane, RemotePeer, Server
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ class Peer:
         self.reset()
         self.registration = self.worker.register(self.memory.ctypes.data, size_bytes)
         self.stop_fd, self.stop_end_fd = os.pipe()
-        self.server = threading.Thread(target=self.worker.serve, args=(self.stop_fd,))
+        self.server = threading.Thread(target=self.worker.serve, args=(self.stop_fd,), daemon=True)
 
     def introduction(self):
         """Say what a peer must know."""

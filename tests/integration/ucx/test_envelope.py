@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvservice.core.errors import MalformedError
 from kvservice.native import ucx
-from tests.unit.native.ucx.peers import TCP, anonymous_memory
+from tests.integration.ucx.peers import TCP, anonymous_memory
 
 ADDRESS, RKEY = 1, 2
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvservice.native import ucx
-from tests.unit.native.ucx.peers import (
+from tests.integration.ucx.peers import (
     CMA,
     LONG_S,
     MIB,

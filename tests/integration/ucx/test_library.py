@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from kvservice.native import ucx
-from tests.unit.native.ucx.peers import run_python
+from tests.integration.ucx.peers import run_python
 
 SYSTEM_ABSENT = 77
 
@@ -137,7 +137,7 @@ def test_the_systems_library_works_too(start_peer, is_watched):
     ended = run_python(f"""
         import numpy as np
         from kvservice.native import ucx
-        from tests.unit.native.ucx.peers import CMA, TCP, Batch, RemotePeer, anonymous_memory, deadline_ns
+        from tests.integration.ucx.peers import CMA, TCP, Batch, RemotePeer, anonymous_memory, deadline_ns
         ucx.load("system")
         settings = TCP if {is_watched} else CMA
         peer = RemotePeer(settings, library="system")

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.unit.native.ucx.peers import run_python
+from tests.integration.ucx.peers import run_python
 
 
 def test_nothing_is_printed_and_the_process_is_left_alone(library):

@@ -5,7 +5,7 @@ import pytest
 
 from kvservice import native
 from kvservice.native import ucx
-from tests.unit.native.ucx.peers import MIB, TCP, Batch, Lane, Server
+from tests.integration.ucx.peers import MIB, TCP, Batch, Lane, Server
 
 SIZES = (0, 1, 7, 512, 4095, 4096, 4097, 65536 + 1)
 NOT_A_STATUS = 99

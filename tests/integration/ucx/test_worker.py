@@ -11,7 +11,7 @@ import pytest
 
 from kvservice import native
 from kvservice.native import ucx
-from tests.unit.native.ucx.peers import (
+from tests.integration.ucx.peers import (
     CMA,
     LANES,
     LONG_S,
@@ -253,6 +253,8 @@ def test_registrations_are_checked(open_worker):
             worker.register(address, length)
     with pytest.raises(ValueError, match="memory_kind"):
         worker.register(4096, 1, memory_kind="disk")
+    with pytest.raises(ucx.UcxError, match="Unsupported"):  # CMA and tcp alone reach no GPU
+        worker.register(4096, 1, memory_kind="cuda")
 
 
 def test_a_worker_that_is_only_dropped_is_closed_with_a_warning(library):

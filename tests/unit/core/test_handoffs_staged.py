@@ -386,6 +386,7 @@ def test_a_handoff_whose_memory_is_gone_is_still_found_by_its_request(world, own
     worker = world.attach()
     worker.open()
     assert owner.unregister(*world.books.engine_segments) == 1
+    assert told(world) == []  # That nobody reads it was said at the claim.
     for client in (owner, worker):
         again = client.offer(spaces, KEYS, layouts=layouts, request_id=request)
         assert again.handoff_id == handoff_id

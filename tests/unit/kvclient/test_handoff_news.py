@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kvclient import HandoffNews, HandoffState
-from kvclient.handoff_news import EARLY_LIMIT, ENDED_LIMIT, OPERATION_BOUND_S, HandoffWatch
+from kvclient.handoff_news import EARLY_LIMIT, ENDED_LIMIT, HandoffWatch
 from kvproto.kv.v1 import handoff_service_pb2
 
 WAIT_S = 5.0
@@ -120,9 +120,9 @@ def test_a_state_that_only_a_later_daemon_knows_is_no_failure(watch, state):
     ("told", "state"), [([], EXPIRED), ([CLAIMED], EXPIRED), ([ABORTED], ABORTED), ([REJECTED], REJECTED)]
 )
 def test_a_hold_ends_without_a_word(clock, watch, told, state):
-    """A daemon that is away says nothing; a bound after the hold nobody can be reading any more."""
+    """A daemon that is away says nothing; after the hold nobody can be reading any more."""
     watch.told([notice(1, each) for each in told])
-    clock.now_s += HOLD_S + OPERATION_BOUND_S - 0.001
+    clock.now_s += HOLD_S - 0.001
     assert not watch.is_released(1)
     assert watch.overdue_s(1) == pytest.approx(clock.now_s + 0.001)
     clock.now_s += 0.002
@@ -143,7 +143,7 @@ def test_a_lost_session_releases_nothing_before_the_hold_is_over(clock, watch):
     assert "session" in watch.news(1).reason
     assert (watch.news(2).state, watch.is_released(2)) == (COMPLETED, True)
     assert watch.wait_released(1, 0.0) is None
-    clock.now_s += HOLD_S + OPERATION_BOUND_S - 0.001
+    clock.now_s += HOLD_S - 0.001
     assert not watch.is_released(1)
     clock.now_s += 0.002
     assert watch.is_released(1)
@@ -165,9 +165,9 @@ def test_a_waiter_is_woken_by_the_release(watch):
 
 
 def test_a_waiter_takes_the_end_of_a_hold_by_itself():
-    """Nobody tells it: it wakes when the hold and the bound are over."""
+    """Nobody tells it: it wakes when the hold is over."""
     watch = HandoffWatch()
-    watch.offered(1, hold_until_s=time.monotonic() - OPERATION_BOUND_S + 0.02)
+    watch.offered(1, hold_until_s=time.monotonic() + 0.02)
     assert watch.wait_released(1, 0.001) is None
     assert watch.wait_released(1, WAIT_S).state is EXPIRED
 
@@ -192,8 +192,8 @@ def test_what_is_remembered_is_bounded(clock):
     assert watch.news(11).state is COMPLETED
     early = range(100_000, 100_000 + EARLY_LIMIT + 5)
     watch.told([notice(number, CLAIMED) for number in early])
-    watch.offered(early[0], hold_until_s=clock.now_s)
-    watch.offered(early[-1], hold_until_s=clock.now_s)
+    watch.offered(early[0], hold_until_s=clock.now_s + HOLD_S)
+    watch.offered(early[-1], hold_until_s=clock.now_s + HOLD_S)
     assert (watch.news(early[0]).state, watch.news(early[-1]).state) == (OFFERED, CLAIMED)
 
 
@@ -202,7 +202,7 @@ def test_an_offer_that_nobody_asks_about_is_let_go(clock):
     watch = HandoffWatch(clock)
     for number in range(1, 101):
         watch.offered(number, hold_until_s=clock.now_s + HOLD_S)
-    clock.now_s += HOLD_S + OPERATION_BOUND_S
+    clock.now_s += HOLD_S
     for number in range(101, 151):
         watch.offered(number, hold_until_s=clock.now_s + HOLD_S)
     assert len(watch) == 50
