@@ -67,6 +67,7 @@ from kvservice.core.handoff_choice import HandoffChoice, HandoffPolicy
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.records import HandoffState
 from kvservice.core.slots import Slots
+from kvservice.transports.one_sided import EndpointSettings
 
 __all__ = [
     "ArenaFullError",
@@ -81,6 +82,7 @@ __all__ = [
     "DeadlineError",
     "DrainingError",
     "DuplicateKeyError",
+    "EndpointSettings",
     "EventsLostError",
     "GetResult",
     "HandoffChoice",

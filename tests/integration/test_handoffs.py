@@ -25,7 +25,7 @@ from kvclient import (
     SegmentInUseError,
 )
 from kvclient.sync import KvClient, Namespace
-from kvservice.transports.inproc_memory import InprocMemoryHub
+from kvservice.transports.inproc_memory import InprocEndpoint, InprocMemoryHub
 from tests.integration.daemon_process import (
     BLOCK_BYTES,
     WAIT_LIMIT_S,
@@ -127,6 +127,25 @@ def test_a_claim_succeeds_once(pair, engines):
     decode.client.handoffs.complete(claim)
     with pytest.raises(HandoffEndedError, match="COMPLETED"):
         other.client.handoffs.claim(other.namespace, offer.handoff_id)
+
+
+def test_two_calls_of_one_client_do_not_receive_one_handoff(pair, monkeypatch):
+    """The first to complete gives the memory back, so the second would read what is somebody's."""
+    prefill, lent, decode = pair
+    offer = offered(prefill, lent, range(2), [0, 1])
+    read = InprocEndpoint.read
+    refused = []
+
+    def read_and_try_again(endpoint, what):
+        with pytest.raises(HandoffClaimedError, match="another call of ours"):
+            decode.client.handoffs.receive(decode.namespace, offer.handoff_id, [decode.pool], [2, 3])
+        refused.append(True)
+        read(endpoint, what)
+
+    monkeypatch.setattr(InprocEndpoint, "read", read_and_try_again)
+    decode.client.handoffs.receive(decode.namespace, offer.handoff_id, [decode.pool], [0, 1])
+    assert refused
+    assert (decode.memory[:2] == content(range(2))).all()
 
 
 def test_a_staged_handoff_survives_the_one_who_offered(engines):
@@ -257,9 +276,7 @@ def test_parts_and_pieces_of_any_cut(shared_daemon, salt):
             )
             for _ in range(2)
         ]
-        spaces = [
-            client.open_namespace(identity(), parts(*sizes), salt=salt) for client in clients
-        ]
+        spaces = [client.open_namespace(identity(), parts(*sizes), salt=salt) for client in clients]
         rng = np.random.default_rng(7)
         whole = rng.integers(0, 256, (10, sizes[0]), np.uint8)
         layers = [rng.integers(0, 256, (10, sizes[1] // 3), np.uint8) for _ in range(3)]

@@ -27,6 +27,7 @@ from kvclient.results import Claim, HandoffNews, HandoffOffer, LentPool, Receive
 from kvproto.kv.v1 import handoff_service_pb2, segment_service_pb2
 from kvservice.core.errors import (
     DeadlineError,
+    HandoffClaimedError,
     InvalidFieldError,
     KvError,
     MalformedError,
@@ -53,6 +54,7 @@ class Handoffs:
         self._session = session
         self._lending = Lending(session.one_sided)
         self._receiver = Receiver(session)
+        self._receiving: set[int] = set()
         self._known = handoff_messages.KnownMemory()
 
     # ---- the side that has the blocks
@@ -213,16 +215,20 @@ class Handoffs:
             neither are those behind the last one named.
 
         Raises:
+            HandoffClaimedError: another, or another call of this client, has claimed it.
             KvError: the memory of `blocks` holds garbage; the handoff is given up.
         """
-        claim = self.claim(namespace, handoff_id)
+        if handoff_id in self._receiving:
+            # The daemon gives one session its claim again and again; the first to complete would
+            # give the memory back under the others.
+            raise HandoffClaimedError(
+                f"handoff {handoff_id} is being received by another call of this client"
+            )
+        self._receiving.add(handoff_id)
         try:
-            moved = self._receiver.fetch(namespace, claim, into, blocks, first_key=first_key)
-            self._complete(claim)
-        except BaseException:
-            self._give_up(handoff_id)
-            raise
-        return ReceiveResult(moved.keys, claim.choice, claim.reason, moved.bytes_moved)
+            return self._receive(namespace, handoff_id, into, blocks, first_key=first_key)
+        finally:
+            self._receiving.discard(handoff_id)
 
     def complete(self, claim: Claim) -> None:
         """End a claim whose bytes have arrived; only without an error are they good.
@@ -254,6 +260,24 @@ class Handoffs:
     def close(self) -> None:
         """Lend nothing any more. Idempotent."""
         self._lending.close()
+
+    def _receive(
+        self,
+        namespace: Namespace,
+        handoff_id: int,
+        into: Sequence[BlockPool],
+        blocks: npt.ArrayLike,
+        *,
+        first_key: int,
+    ) -> ReceiveResult:
+        claim = self.claim(namespace, handoff_id)
+        try:
+            moved = self._receiver.fetch(namespace, claim, into, blocks, first_key=first_key)
+            self._complete(claim)
+        except BaseException:
+            self._give_up(handoff_id)
+            raise
+        return ReceiveResult(moved.keys, claim.choice, claim.reason, moved.bytes_moved)
 
     def _complete(self, claim: Claim) -> None:
         request = handoff_service_pb2.CompleteHandoffRequest(handoff_id=claim.handoff_id)
