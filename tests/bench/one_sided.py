@@ -84,7 +84,7 @@ class Lender:
         way = SegmentWay(transport, bytes.fromhex(address), bytes.fromhex(key))
         self.segment = EngineSegment(self.address, LENT_BYTES, MemoryKind.HOST, (way,))
         self.endpoint = UcxEndpoint(LOOPBACK)
-        self._worker = ucx.Worker({"NET_DEVICES": "lo"})
+        self._worker = ucx.Worker({**ucx.CMA_SETTINGS, "NET_DEVICES": "lo"})
         self._peer = Peer(self._worker, way.address, deadline_after(DEADLINE_S))
         self._attached = self._peer.attach(self.segment, way)
 

@@ -44,7 +44,7 @@ from tests.integration.daemon_process import (
 )
 from tests.integration.http2_frames import Http2Socket, Kind
 
-SECONDS = 2.5
+SECONDS = 2.0
 ROUNDS_MIN = 60
 ANSWER_LIMIT_S = 5.0
 PAUSE_S = 0.005

@@ -127,6 +127,9 @@ class UcxEndpoint:
         if not len(read.lengths):
             return
         deadline_ns = deadline_after(read.timeout_s)
+        if len(self._lanes) == len(read.segments) == 1:
+            self._move_plain(read, deadline_ns, is_put=is_put)
+            return
         for group in _groups(read, is_put=is_put):
             self._move_group(read, group, deadline_ns)
 
@@ -148,6 +151,21 @@ class UcxEndpoint:
         for lane in self._lanes:
             lane.close()
 
+    def _move_plain(self, read: RemoteRead, deadline_ns: int, *, is_put: bool) -> None:
+        """Do what `_move_group` does where there is one lane and one segment: sorting would cost more."""
+        segment = read.segments[0]
+        statuses = self._lanes[0].move(
+            [(segment, _ways(segment)[0])],
+            read.segment_indexes,
+            read.offsets + np.uint64(segment.base_address),
+            read.addresses,
+            read.lengths,
+            is_put=is_put,
+            deadline_ns=deadline_ns,
+        )
+        if statuses.any():
+            raise _lost(int(np.count_nonzero(statuses)), len(statuses))
+
     def _move_group(self, read: RemoteRead, group: _Group, deadline_ns: int) -> None:
         ways_count = min(len(_ways(read.segments[index])) for index in group.segments)
         lanes_count = min(len(self._lanes), ways_count)
@@ -165,10 +183,7 @@ class UcxEndpoint:
             failed = [left[(index + turn) % lanes_count] for index in range(lanes_count)]
         lost_count = sum(len(some) for some in failed)
         if lost_count:
-            raise PeerUnavailableError(
-                f"{lost_count} of {len(group.operations)} operations on another process's memory failed on "
-                "every lane: the process is gone, or lends the memory no more"
-            )
+            raise _lost(lost_count, len(group.operations))
 
     def _on_all(self, read: RemoteRead, group: _Group, shares: Sequence[I64], deadline_ns: int) -> list[I64]:
         """Run a share on each lane, at the same time; return what failed on each."""
@@ -219,6 +234,13 @@ class UcxEndpoint:
             return operations
         failed: I64 = operations[statuses != 0]
         return failed
+
+
+def _lost(lost_count: int, count: int) -> PeerUnavailableError:
+    return PeerUnavailableError(
+        f"{lost_count} of {count} operations on another process's memory failed on every lane: the process "
+        "is gone, or lends the memory no more"
+    )
 
 
 def _ways(segment: EngineSegment) -> list[SegmentWay]:
