@@ -10,7 +10,7 @@ CHECKS := check-lint check-types check-imports check-generated check-tidy check-
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv gen check $(CHECKS) test test-unit bench demo demo-pd clean
+.PHONY: help venv gen check $(CHECKS) test test-unit test-gpu bench demo demo-pd clean
 
 help:  ## show the goals
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ test: $(STAMP) $(if $(WITHOUT_VLLM),,$(VLLM_STAMP))  ## every test, with real da
 
 test-unit: $(STAMP)  ## the tests that need neither network nor processes, in seconds
 	$(BIN)/pytest $(wildcard tests/unit tests/contract tests/property)
+
+test-gpu: $(STAMP)  ## the tests that need a GPU (VLLM=path/to/python: an environment with torch, pytest and this project)
+	$(if $(VLLM),$(VLLM),$(BIN)/python) -m pytest tests/gpu
 
 bench: $(STAMP)  ## measure; writes build/bench.json
 	mkdir -p build

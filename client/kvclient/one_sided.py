@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvservice.core.errors import NoWayError, PeerUnavailableError
+from kvservice.ports.lanes import LaneReport
 from kvservice.ports.one_sided import OneSided
 from kvservice.transports.one_sided import EndpointSettings, make_endpoint, usable_transports
 
@@ -45,6 +46,11 @@ class LazyOneSided:
             if self._endpoint is None:
                 raise NoWayError("this process reads and lends no memory: the settings name no transport")
             return self._endpoint
+
+    def lanes(self) -> tuple[LaneReport, ...]:
+        """Return what the lanes did lately; none where no endpoint was needed yet."""
+        endpoint = self._endpoint
+        return () if endpoint is None else endpoint.lanes()
 
     def close(self) -> None:
         """Let go of peers and lent memory. Idempotent."""

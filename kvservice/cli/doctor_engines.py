@@ -13,6 +13,7 @@ import numpy as np
 from kvservice.cli.doctor_report import Wire
 from kvservice.core.engine_memory import EngineSegment, MemoryKind, SegmentWay
 from kvservice.core.errors import KvError
+from kvservice.ports.lanes import LaneReport
 from kvservice.ports.one_sided import OneSided, RemoteRead
 from kvservice.transports.one_sided import EndpointSettings, make_endpoint, usable_transports
 
@@ -88,7 +89,7 @@ def _wire(endpoint: OneSided, segment: EngineSegment) -> Wire:
     endpoint.read(large)  # Connects, and touches our pages.
     took_s = statistics.median(_timed(endpoint, large) for _ in range(REPEATS))
     latency_s = statistics.median(_timed(endpoint, small) for _ in range(LATENCY_REPEATS))
-    details = "; ".join(endpoint.describe(segment, TIMEOUT_S))
+    details = "; ".join([*endpoint.describe(segment, TIMEOUT_S), *map(_troubles, endpoint.lanes())])
     return Wire(
         TO,
         endpoint.transport,
@@ -98,6 +99,14 @@ def _wire(endpoint: OneSided, segment: EngineSegment) -> Wire:
         why="used for direct handoffs",
         read_gbps=segment.size_bytes / took_s / 1e9,
         latency_us=latency_s * 1e6,
+    )
+
+
+def _troubles(lane: LaneReport) -> str:
+    totals = lane.totals
+    return (
+        f"{totals.errors_count} errors, {totals.stalls_count} stalls of {totals.stalled_ns / 1e6:.0f} ms in all "
+        f"in {totals.transfers_count} transfers"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from kvservice.core.engine_memory import EngineSegment, MemoryKind, SegmentWay
 from kvservice.core.slots import U32, U64
+from kvservice.ports.lanes import LaneReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,9 @@ class OneSided(Protocol):
 
     def describe(self, segment: EngineSegment, timeout_s: float) -> tuple[str, ...]:
         """Say for each lane by which device a segment would be read; for people. Raises as `read`."""
+
+    def lanes(self) -> tuple[LaneReport, ...]:
+        """Say what each lane did lately; none where there are no lanes."""
 
     def close(self) -> None:
         """Let go of all peers and of all memory that is lent. Idempotent."""

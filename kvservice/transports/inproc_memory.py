@@ -12,6 +12,7 @@ from kvservice import native
 from kvservice.core.engine_memory import EngineSegment, MemoryKind, SegmentWay
 from kvservice.core.errors import DeadlineError, InvalidFieldError, NoWayError, PeerUnavailableError
 from kvservice.core.slots import U64
+from kvservice.ports.lanes import LaneReport
 from kvservice.ports.one_sided import RemoteRead
 from kvservice.transports.read_bounds import check_read
 
@@ -115,6 +116,10 @@ class InprocEndpoint:
         """See OneSided."""
         self._base(segment)
         return ("a copy within the process",)
+
+    def lanes(self) -> tuple[LaneReport, ...]:
+        """See OneSided."""
+        return ()
 
     def close(self) -> None:
         """See OneSided."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.core.slots import I64
+from kvservice.ports.lanes import LaneTotals, LaneWindows
 
 WINDOW_NS = 5_000_000
 WINDOWS_COUNT = 2000
@@ -24,38 +23,6 @@ F64 = npt.NDArray[np.float64]
 def clock_ns() -> int:
     """Return CLOCK_MONOTONIC, in nanoseconds."""
     return time.monotonic_ns()
-
-
-@dataclass(frozen=True, slots=True)
-class LaneTotals:
-    """Counts since the lane was opened. stalled_ns: time beyond what the bytes should have taken."""
-
-    size_bytes: int
-    operations_count: int
-    errors_count: int
-    transfers_count: int
-    stalls_count: int
-    stalled_ns: int
-    best_bytes_per_ns: float
-
-
-@dataclass(frozen=True, slots=True)
-class LaneWindows:
-    """The last seconds, oldest window first.
-
-    first_ns: when the first window began, by CLOCK_MONOTONIC.
-    size_bytes: (windows,) int64; the bytes of a transfer are spread evenly over its time.
-    errors_count: (windows,) int64, where the transfer ended.
-    busy_ns: (windows,) int64, time in which a transfer was under way; of parallel ones the sum.
-    stalled_ns: (windows,) int64, the part of it that the bytes do not explain.
-    """
-
-    first_ns: int
-    window_ns: int
-    size_bytes: I64
-    errors_count: I64
-    busy_ns: I64
-    stalled_ns: I64
 
 
 class LaneStatistics:
@@ -121,7 +88,7 @@ class LaneStatistics:
         """Count a transfer in the windows that its time lies in, as far as they are kept."""
         last = ended_ns // WINDOW_NS
         self._advance(last)
-        if begun_ns // WINDOW_NS == last:
+        if begun_ns // WINDOW_NS == last > self._newest - WINDOWS_COUNT:
             column = self._rows[:, last % WINDOWS_COUNT]
             column += (size_bytes, errors_count, ended_ns - begun_ns, stalled_ns)
             return

@@ -163,4 +163,6 @@ def test_the_numbers_of_the_enums_stay():
     assert reasons["ERROR_REASON_STALE_INCARNATION"] == 14
     assert reasons["ERROR_REASON_ARENA_FULL"] == 17
     assert reasons["ERROR_REASON_INCOMPLETE_BLOCK"] == 28
-    assert [int(one) for one in Method] == [1, 2, 3, 4, 5, *range(10, 18), 20, 21, 30, 40, 50, 60, 61]
+    assert reasons["ERROR_REASON_SEGMENT_IN_USE"] == 35
+    methods = [1, 2, 3, 4, 5, *range(10, 18), 20, 21, 30, 40, *range(50, 53), 60, 61, *range(70, 76), 80, 81]
+    assert [int(one) for one in Method] == methods

@@ -191,6 +191,33 @@ def test_a_giver_killed_before_the_read(daemon, start_engine, here, transports):
         decode.client.handoffs.complete(claim)
 
 
+def test_the_lanes_say_what_they_did(daemon, start_engine, here):
+    """Bytes and operations are counted, and a lane whose peer is gone counts its errors."""
+    prefill, decode = start_engine(daemon.lane), here(daemon.lane)
+    assert decode.client.handoffs.lanes() == ()
+    prefill.ask("lend")
+    decode.receive(offer_of(prefill, 8), 8)
+    (lane,) = decode.client.handoffs.lanes()
+    assert (lane.name, lane.totals.size_bytes, lane.totals.errors_count) == ("lo", 8 * BLOCK_BYTES, 0)
+    assert lane.totals.operations_count >= 1
+    assert lane.windows.size_bytes.sum() == 8 * BLOCK_BYTES
+
+
+def test_blocks_are_offered_when_they_are_ready(daemon, here):
+    """What computes them is waited for before anybody can learn of the offer."""
+    prefill, decode = here(daemon.lane), here(daemon.lane)
+    lent = prefill.client.handoffs.lend([prefill.pool])
+
+    def computed():
+        prefill.memory[:4] = content(range(4))
+
+    offer = prefill.client.handoffs.offer(
+        prefill.namespace, [bytes([i]) * 32 for i in range(4)], lent, range(4), ready=computed
+    )
+    decode.receive(offer.handoff_id, 4)
+    assert (decode.memory[:4] == content(range(4))).all()
+
+
 def test_a_giver_is_not_read_by_messages_unless_it_wants_to(daemon, start_engine, here):
     """Over tcp UCX can end the process that it reads, which an engine is too dear for."""
     giver, decode = here(daemon.lane), here(daemon.lane, "tcp")

@@ -137,7 +137,7 @@ def test_two_calls_of_one_client_do_not_receive_one_handoff(pair, monkeypatch):
     refused = []
 
     def read_and_try_again(endpoint, what):
-        with pytest.raises(HandoffClaimedError, match="another call of ours"):
+        with pytest.raises(HandoffClaimedError, match="another call of this client"):
             decode.client.handoffs.receive(decode.namespace, offer.handoff_id, [decode.pool], [2, 3])
         refused.append(True)
         read(endpoint, what)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -37,6 +37,7 @@ from kvservice.core.errors import (
 from kvservice.core.handoff_choice import HandoffPolicy
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.slots import U32
+from kvservice.ports.lanes import LaneReport
 from kvservice.ports.methods import Method
 
 Answer = TypeVar("Answer", bound=Message)
@@ -107,6 +108,7 @@ class Handoffs:
         ttl_s: float | None = None,
         policy: HandoffPolicy = HandoffPolicy.ANY,
         checksums: U32 | None = None,
+        ready: Callable[[], object] | None = None,
     ) -> HandoffOffer:
         """Offer the blocks of some keys to whoever learns the number of the handoff.
 
@@ -115,6 +117,8 @@ class Handoffs:
             change until `is_released`.
         checksums: (keys, parts) uint32, CRC32C of each block; by default computed here where the
             memory is the host's and the settings ask for checksums.
+        ready: waits until the bytes of the blocks are in memory, and is called before anything is
+            offered: `synchronize` of a CUDA event that was recorded behind what computes them.
 
         Raises:
             NoWayError: there is neither a pool nor a committed block to offer.
@@ -129,6 +133,8 @@ class Handoffs:
             raise StaleIncarnationError("lent is of an earlier session; lend the pools again")
         if lent and len(lent) != parts_count:
             raise InvalidFieldError(f"lent has {len(lent)} pools for {parts_count} parts; give one for each")
+        if ready is not None:
+            run_blocking(ready)
         if checksums is not None:
             checksums = named_checksums(checksums, len(packed) // KEY_BYTES, parts_count)
         elif lent and self._session.settings.checksums:
@@ -256,6 +262,10 @@ class Handoffs:
         """Ask the daemon what became of a handoff. Raises HandoffUnknownError."""
         request = handoff_service_pb2.GetHandoffRequest(handoff_id=handoff_id)
         return self._call(Method.GET_HANDOFF, request, handoff_service_pb2.GetHandoffResponse)
+
+    def lanes(self) -> tuple[LaneReport, ...]:
+        """Say what each lane to other engines' memory did lately; none before the first handoff."""
+        return self._session.one_sided.lanes()
 
     def close(self) -> None:
         """Lend nothing any more. Idempotent."""

@@ -13,7 +13,9 @@ from kvservice.core.engine_memory import EngineSegment, MemoryKind, SegmentWay
 from kvservice.core.errors import InvalidFieldError, NoWayError, PeerUnavailableError
 from kvservice.core.slots import I64, U64
 from kvservice.native import ucx
+from kvservice.ports.lanes import LaneReport
 from kvservice.ports.one_sided import RemoteRead
+from kvservice.transports.lane_statistics import clock_ns
 from kvservice.transports.one_sided import EndpointSettings
 from kvservice.transports.read_bounds import check_read
 from kvservice.transports.ucx.lane import I32, Lane
@@ -93,10 +95,13 @@ class UcxEndpoint:
         """See OneSided."""
         return TRANSPORT
 
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        """The lanes, for those who show what they do."""
-        return tuple(self._lanes)
+    def lanes(self) -> tuple[LaneReport, ...]:
+        """See OneSided."""
+        now_ns = clock_ns()
+        return tuple(
+            LaneReport(lane.name, lane.statistics.totals(), lane.statistics.windows(now_ns))
+            for lane in self._lanes
+        )
 
     def lend(self, address: int, size_bytes: int, kind: MemoryKind) -> UcxLent:
         """See OneSided."""
