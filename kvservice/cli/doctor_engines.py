@@ -105,7 +105,7 @@ def _wire(endpoint: OneSided, segment: EngineSegment) -> Wire:
 def _troubles(lane: LaneReport) -> str:
     totals = lane.totals
     return (
-        f"{totals.errors_count} errors, {totals.stalls_count} stalls of {totals.stalled_ns / 1e6:.0f} ms in all "
+        f"{totals.errors_count} errors and {totals.stalls_count} stalls ({totals.stalled_ns / 1e6:.0f} ms) "
         f"in {totals.transfers_count} transfers"
     )
 
