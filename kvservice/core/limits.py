@@ -29,8 +29,9 @@ PIECES_LIMIT = 4096
 """Pieces of one block: K and V of two thousand layers, far more than any model has."""
 
 WAYS_LIMIT = 8
-WAY_BYTES_LIMIT = 1024
-"""An address or key of a transport: those of UCX take 9 to 300 bytes, more with many devices."""
+WAY_BYTES_LIMIT = 8192
+"""An address or key of a transport: those of UCX take 40 to 300 bytes, more with many devices, or where a
+segment takes many registrations."""
 
 REASON_CHARACTERS_LIMIT = 256
 

@@ -18,6 +18,7 @@ BUILT_IN = "ucx"
 NONE = ""
 
 DEVICES_CHARACTERS_MAX = 1024
+REGISTRATION_BYTES_MIN = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class EndpointSettings:
     by_messages: let others read what this process lends also over wires that have no one-sided
         operations (tcp). UCX makes them out of messages then, which this process has to answer, and
         UCX 1.22 ends it where a reader goes away in the middle: not for a process that is worth more.
+    registration_bytes: most bytes of one registration, where a wire limits it; 0 for no limit.
 
     Raises:
         InvalidFieldError: a value is out of its range.
@@ -42,9 +44,15 @@ class EndpointSettings:
     transports: str = ""
     devices: str = ""
     by_messages: bool = False
+    registration_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Hold the texts to their limits."""
+        """Hold the fields to their limits."""
+        if self.registration_bytes and self.registration_bytes < REGISTRATION_BYTES_MIN:
+            raise InvalidFieldError(
+                f"registration_bytes is {self.registration_bytes}; give 0 for no limit, or "
+                f"{REGISTRATION_BYTES_MIN} at least"
+            )
         for name in ("transport", "library", "transports", "devices"):
             value = getattr(self, name)
             if len(value) > DEVICES_CHARACTERS_MAX or not value.isprintable():

@@ -86,7 +86,7 @@ class Lender:
         self.endpoint = UcxEndpoint(LOOPBACK)
         self._worker = ucx.Worker({**ucx.CMA_SETTINGS, "NET_DEVICES": "lo"})
         self._peer = Peer(self._worker, way.address, deadline_after(DEADLINE_S))
-        self._attached = self._peer.attach(self.segment, way)
+        (self._attached,) = self._peer.attach(self.segment, way).chunks
 
     def offers(self, count: int) -> list[int]:
         """Return the numbers of so many fresh handoffs, of a block each."""

@@ -94,10 +94,10 @@ class TestInproc(RevokingContract):
 class UcxLender:
     """Another process."""
 
-    def __init__(self, seed: int, devices: str) -> None:
+    def __init__(self, seed: int, devices: str, chunk_bytes: int) -> None:
         script = Path(__file__).with_name("ucx_lender.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(script), str(seed), devices],
+            [sys.executable, str(script), str(seed), devices, str(chunk_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -128,14 +128,15 @@ class UcxLender:
 
 @pytest.mark.skipif(bool(why_not(EndpointSettings())), reason=why_not(EndpointSettings()))
 class TestUcx(OneSidedContract):
-    """UCX between processes, by CMA; over one lane and over two."""
+    """UCX between processes, by CMA; over one lane, and over two with segments in several registrations."""
 
-    @pytest.fixture(params=["lo", "lo;lo"], ids=["a lane", "two lanes"])
+    @pytest.fixture(params=[("lo", 0), ("lo;lo", 32 << 10)], ids=["a lane", "two lanes, in chunks"])
     def harness(self, request):
-        endpoint, lenders = UcxEndpoint(EndpointSettings(devices=request.param)), []
+        devices, chunk_bytes = request.param
+        endpoint, lenders = UcxEndpoint(EndpointSettings(devices=devices)), []
 
         def start(seed: int) -> UcxLender:
-            lenders.append(UcxLender(seed, request.param))
+            lenders.append(UcxLender(seed, devices, chunk_bytes))
             return lenders[-1]
 
         yield Harness(endpoint, start)

@@ -1,4 +1,4 @@
-"""A process that lends memory over UCX until its stdin ends: `ucx_lender.py SEED DEVICES`.
+"""A process that lends memory over UCX until its stdin ends: `ucx_lender.py SEED DEVICES CHUNK_BYTES`.
 
 It says where the memory is; each line of its stdin is the index of a segment that it takes back.
 """
@@ -19,8 +19,8 @@ from tests.contract.one_sided_memory import SEGMENT_SIZES_BYTES, content
 
 def main() -> None:
     """Lend, and do as told."""
-    seed, devices = int(sys.argv[1]), sys.argv[2]
-    endpoint = UcxEndpoint(EndpointSettings(devices=devices))
+    seed, devices, chunk_bytes = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    endpoint = UcxEndpoint(EndpointSettings(devices=devices, registration_bytes=chunk_bytes))
     memory = [content(seed, index) for index in range(len(SEGMENT_SIZES_BYTES))]
     lent = [endpoint.lend(each.ctypes.data, each.nbytes, MemoryKind.HOST) for each in memory]
     said = [

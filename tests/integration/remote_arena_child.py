@@ -14,12 +14,14 @@ from kvservice.core.engine_memory import EngineSegment, MemoryKind, SegmentWay
 from kvservice.core.errors import KvError
 from kvservice.ports.one_sided import RemoteRead
 from kvservice.transports.ucx import UcxEndpoint
+from kvservice.transports.ucx.chunks import pack_keys
 from tests.integration.daemon_process import keys, opened
 from tests.integration.remote_arena import OVER_TCP, authority_of
 from tests.integration.scripted_child import say
 
 COUNT = 8
 HEADER_BYTES, RANGE_BYTES = 16, 16
+CHUNK_HEAD_BYTES = 12
 NOWHERE = 0x1000
 """Linux maps nothing in the first pages."""
 
@@ -51,12 +53,14 @@ def write(endpoint: str, grpc: str, timeout_s: str) -> None:
 
 def wild(address: str, key: str) -> None:
     """Read where the peer has nothing, with a key that says it had."""
-    sealed = bytearray.fromhex(key)
+    # The key of a segment in one chunk: a count, the chunk's length, its key's length, and the key.
+    sealed = bytearray.fromhex(key)[CHUNK_HEAD_BYTES:]
     body = sealed[HEADER_BYTES:]
     body[:8] = NOWHERE.to_bytes(8, "little")
     body[8:RANGE_BYTES] = (1 << 20).to_bytes(8, "little")
     sealed[12:HEADER_BYTES] = google_crc32c.value(bytes(sealed[:12] + body)).to_bytes(4, "little")
-    way = SegmentWay("ucx", bytes.fromhex(address), bytes(sealed[:HEADER_BYTES] + body))
+    forged = pack_keys([1 << 20], [bytes(sealed[:HEADER_BYTES] + body)])
+    way = SegmentWay("ucx", bytes.fromhex(address), forged)
     segment = EngineSegment(NOWHERE, 1 << 20, MemoryKind.HOST, (way,))
     into = np.zeros(64, np.uint8)
     endpoint = UcxEndpoint(OVER_TCP)

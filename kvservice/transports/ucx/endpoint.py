@@ -18,6 +18,7 @@ from kvservice.ports.one_sided import RemoteRead
 from kvservice.transports.lane_statistics import clock_ns
 from kvservice.transports.one_sided import EndpointSettings
 from kvservice.transports.read_bounds import check_read
+from kvservice.transports.ucx.chunks import chunk_lengths, pack_keys
 from kvservice.transports.ucx.lane import I32, Lane
 from kvservice.transports.ucx.peer import deadline_after, devices_of
 
@@ -29,17 +30,32 @@ LANE_SEPARATOR = ";"
 class UcxLent:
     """Memory registered with every lane."""
 
-    def __init__(self, lanes: Sequence[Lane], address: int, size_bytes: int, kind: MemoryKind) -> None:
+    def __init__(
+        self, lanes: Sequence[Lane], address: int, size_bytes: int, kind: MemoryKind, *, limit_bytes: int
+    ) -> None:
         self._registered: list[ucx.Registration] = []
+        lengths = chunk_lengths(size_bytes, limit_bytes)
+        keys: list[bytes] = []
         try:
-            self._registered.extend(lane.register(address, size_bytes, kind) for lane in lanes)
+            for lane in lanes:
+                made = self._register(lane, address, lengths, kind)
+                keys.append(pack_keys(lengths, [each.rkey for each in made]))
         except (ucx.UcxError, ValueError) as error:
             self.close()
             raise InvalidFieldError(f"{size_bytes} bytes at {address:#x} cannot be lent: {error}") from error
         self._ways = tuple(
-            SegmentWay(TRANSPORT, lane.address, registered.rkey)
-            for lane, registered in zip(lanes, self._registered, strict=True)
+            SegmentWay(TRANSPORT, lane.address, key) for lane, key in zip(lanes, keys, strict=True)
         )
+
+    def _register(
+        self, lane: Lane, address: int, lengths: Sequence[int], kind: MemoryKind
+    ) -> list[ucx.Registration]:
+        made: list[ucx.Registration] = []
+        for length in lengths:
+            made.append(lane.register(address, length, kind))
+            self._registered.append(made[-1])
+            address += length
+        return made
 
     @property
     def ways(self) -> tuple[SegmentWay, ...]:
@@ -77,6 +93,7 @@ class UcxEndpoint:
         if len(devices) > LANES_LIMIT:
             raise InvalidFieldError(f"devices names {len(devices)} lanes; at most {LANES_LIMIT} are allowed")
         self._lanes: list[Lane] = []
+        self._registration_bytes = settings.registration_bytes
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._is_closed = False
@@ -109,7 +126,7 @@ class UcxEndpoint:
             raise PeerUnavailableError("the endpoint was closed")
         if not address or not size_bytes:
             raise InvalidFieldError(f"{size_bytes} bytes at {address:#x} is no memory to lend")
-        return UcxLent(self._lanes, address, size_bytes, kind)
+        return UcxLent(self._lanes, address, size_bytes, kind, limit_bytes=self._registration_bytes)
 
     def read(self, read: RemoteRead) -> None:
         """See OneSided."""

@@ -12,10 +12,11 @@ import numpy.typing as npt
 
 from kvservice.core.engine_memory import EngineSegment, MemoryKind, SegmentWay
 from kvservice.core.errors import DeadlineError, PeerUnavailableError
-from kvservice.core.slots import U32, U64
+from kvservice.core.slots import I64, U32, U64
 from kvservice.native import ucx
 from kvservice.transports.lane_statistics import LaneStatistics, clock_ns
 from kvservice.transports.ucx.address import PeerAddress
+from kvservice.transports.ucx.chunks import Chunking, joined
 from kvservice.transports.ucx.peer import Peer, deadline_after
 
 WINDOW = 64
@@ -79,12 +80,19 @@ class Lane:
         """
         peer = self._peer(segments[0][1].address, deadline_ns)
         attached = [peer.attach(segment, way) for segment, way in segments]
+        chunks = [chunk for each in attached for chunk in each.chunks]
+        parts: I64 | None = None
+        if len(chunks) > len(segments):
+            bases = [segment.base_address for segment, _ in segments]
+            chunking = Chunking.of(bases, [each.lengths for each in attached])
+            cut, parts = chunking.cut(indexes, remote, local, lengths)
+            indexes, remote, local, lengths = cut.chunks, cut.remote, cut.local, cut.lengths
         statuses: I32 = np.full(len(lengths), ucx.STATUS_NOT_POSTED, np.int32)
         begun_ns = clock_ns()
         try:
             outcome = self._worker.transfer(
                 is_put=is_put,
-                segments=attached,
+                segments=chunks,
                 segment_indexes=indexes,
                 local=local,
                 remote=remote,
@@ -117,7 +125,7 @@ class Lane:
                 f"{int((~is_done).sum())} of {len(statuses)} operations did not end in time "
                 f"on lane {self.name}"
             )
-        return statuses
+        return statuses if parts is None else joined(statuses, parts)
 
     def close(self) -> None:
         """Let go of all peers, and serve no more. Idempotent."""

@@ -12,16 +12,26 @@ import re
 import select
 import threading
 import time
+from dataclasses import dataclass
 
 from kvservice.core.engine_memory import EngineSegment, SegmentWay
 from kvservice.core.errors import InvalidFieldError, MalformedError, NoWayError, PeerUnavailableError
 from kvservice.native import ucx
 from kvservice.transports.ucx.address import PeerAddress, started_ticks
+from kvservice.transports.ucx.chunks import parse_keys
 
 _LANE = re.compile(r"lane\[\d+\]: +\d+:(\S+?)\.\d+ .*? seg \d+ *(.*)")
 
 ONE_COPY = "cma"
 """How UCX's description of an endpoint names the transport that needs no other side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The chunks of a segment, in order, with their lengths in bytes."""
+
+    lengths: tuple[int, ...]
+    chunks: tuple[ucx.RemoteSegment, ...]
 
 
 class Peer:
@@ -37,7 +47,7 @@ class Peer:
         """
         found = PeerAddress.parse(address)
         self._lock = threading.Lock()
-        self._segments: dict[tuple[bytes, int, int], ucx.RemoteSegment] = {}
+        self._segments: dict[tuple[bytes, int, int], Attached] = {}
         self._pidfd = -1
         if found.is_here:
             self._pidfd = _open_process(found)
@@ -71,8 +81,8 @@ class Peer:
             return False
         return self._pidfd < 0 or not _has_ended(self._pidfd)
 
-    def attach(self, segment: EngineSegment, way: SegmentWay) -> ucx.RemoteSegment:
-        """Return the segment, ready to read; attached once.
+    def attach(self, segment: EngineSegment, way: SegmentWay) -> Attached:
+        """Return the chunks of the segment, ready to read; attached once.
 
         Raises:
             PeerUnavailableError: the key is not one of the peer's, or not for this memory.
@@ -82,13 +92,21 @@ class Peer:
             attached = self._segments.get(key)
             if attached is None:
                 try:
-                    attached = self.data.attach(way.key, segment.base_address, segment.size_bytes)
+                    attached = self._attach(segment, way)
                 except (MalformedError, ValueError) as error:
                     raise InvalidFieldError(f"the key of a segment cannot be used: {error}") from error
                 except ucx.UcxError as error:
                     raise PeerUnavailableError(f"the segment cannot be attached: {error}") from error
                 self._segments[key] = attached
             return attached
+
+    def _attach(self, segment: EngineSegment, way: SegmentWay) -> Attached:
+        found = parse_keys(way.key, segment.size_bytes)
+        place, chunks = segment.base_address, []
+        for length, key in found:
+            chunks.append(self.data.attach(key, place, length))
+            place += length
+        return Attached(tuple(length for length, _ in found), tuple(chunks))
 
     def close(self) -> None:
         """Let go of it; transfers under way are stopped. Idempotent."""
