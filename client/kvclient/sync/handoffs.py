@@ -166,7 +166,10 @@ class Handoffs:
         return self._session.offered.news(handoff_id)
 
     def is_released(self, handoff_id: int) -> bool:
-        """Whether the blocks of an offer may be used again; asks nobody."""
+        """Whether the blocks of an offer of this client may be used again; asks nobody.
+
+        An id that it never offered, or that was released long ago, is nobody's to wait for: True.
+        """
         self._session.take_news()
         return self._session.offered.is_released(handoff_id)
 
