@@ -78,7 +78,7 @@ class LaneStatistics:
         with self._lock:
             self._advance(now_ns // WINDOW_NS)
             order = (np.arange(WINDOWS_COUNT) + self._newest + 1) % WINDOWS_COUNT
-            sizes, errors, busy, stalled = (row[order].astype(np.int64) for row in self._rows)
+            sizes, errors, busy, stalled = (np.rint(row[order]).astype(np.int64) for row in self._rows)
             first_ns = (self._newest - WINDOWS_COUNT + 1) * WINDOW_NS
             return LaneWindows(first_ns, WINDOW_NS, sizes, errors, busy, stalled)
 

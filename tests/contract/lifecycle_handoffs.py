@@ -82,8 +82,8 @@ class SegmentContract:
             ([segment(ways=[])], [], "segments.ways has 0"),
             ([segment(ways=[WAY] * 9)], [], "segments.ways has 9"),
             ([segment(ways=[WAY | {"transport": ""}])], [], "ways.transport is empty"),
-            ([segment(ways=[WAY | {"address": bytes(1025)}])], [], "ways.address has 1025"),
-            ([segment(ways=[WAY | {"key": bytes(1025)}])], [], "ways.key has 1025"),
+            ([segment(ways=[WAY | {"address": bytes(8193)}])], [], "ways.address has 8193"),
+            ([segment(ways=[WAY | {"key": bytes(8193)}])], [], "ways.key has 8193"),
             ([segment()], [layout(piece_segments=bytes(3))], "layouts[0].piece_segments has 3 bytes"),
             (
                 [segment()],
