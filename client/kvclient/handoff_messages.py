@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from kvclient.pool import BlockPool
 from kvclient.results import Claim, DirectSource, HandoffOffer, LentPool
 from kvproto.kv.v1 import handoff_service_pb2, segment_service_pb2
 from kvservice.core.block_geometry import BlockGeometry
-from kvservice.core.engine_memory import EngineSegment, MemoryKind, SegmentWay
+from kvservice.core.engine_memory import EngineSegment, SegmentWay
 from kvservice.core.errors import InvalidFieldError, MalformedError
 from kvservice.core.handoff_choice import HandoffChoice
 from kvservice.core.outcomes import ItemOutcome
 from kvservice.core.slots import U32
+from kvservice.transports.segment_messages import layout_message, segment_message, segment_of
 
 MEMORIES_LIMIT = 256
 """Engines that one process pulls from, with their parts."""
@@ -36,13 +38,8 @@ def register_request(
         first = len(request.segments)
         sizes = pool.geometry.segment_sizes_bytes.tolist()
         for address, size_bytes in zip(pool.addresses.tolist(), sizes, strict=True):
-            segment = request.segments.add(
-                base_address=address,
-                size_bytes=size_bytes,
-                memory_kind=int(pool.kind),
-            )
-            for way in ways[len(request.segments) - 1]:
-                segment.ways.add(transport=way.transport, address=way.address, key=way.key)
+            lent = EngineSegment(address, size_bytes, pool.kind, tuple(ways[len(request.segments)]))
+            request.segments.append(segment_message(lent))
         request.layouts.append(_layout_message(pool.geometry, first))
     return request
 
@@ -73,7 +70,7 @@ def lent_pools(
 
 def handoff_offer(answer: handoff_service_pb2.OfferHandoffResponse, asked_s: float) -> HandoffOffer:
     """Return an offer; the claim's end errs to the short side, the hold to the long one."""
-    answered_s = messages.now_s()
+    answered_s = time.monotonic()
     return HandoffOffer(
         answer.handoff_id,
         asked_s + messages.seconds(answer.remaining),
@@ -131,7 +128,7 @@ def claim(
             asked_s + messages.seconds(answer.remaining),
             incarnation,
         )
-    except (ValueError, InvalidFieldError) as error:
+    except (ValueError, InvalidFieldError, MalformedError) as error:
         raise MalformedError(f"the claim of handoff {handoff_id} makes no sense: {error}") from error
     _check_counts(found)
     return found
@@ -162,25 +159,11 @@ def _check_counts(claim: Claim) -> None:
 
 
 def _layout_message(geometry: BlockGeometry, first: int) -> segment_service_pb2.BlockLayout:
-    return segment_service_pb2.BlockLayout(
-        piece_segments=(geometry.segments + np.uint32(first)).astype(np.uint32).tobytes(),
-        piece_offsets_bytes=geometry.offsets.tobytes(),
-        piece_strides_bytes=geometry.strides.tobytes(),
-        piece_lengths_bytes=geometry.lengths.tobytes(),
-        blocks_count=geometry.blocks_count,
-    )
+    return layout_message(geometry, (geometry.segments + np.uint32(first)).astype(np.uint32))
 
 
 def _memory(message: handoff_service_pb2.DirectSource) -> EngineMemory:
-    segments = tuple(
-        EngineSegment(
-            segment.base_address,
-            segment.size_bytes,
-            MemoryKind(segment.memory_kind),
-            tuple(SegmentWay(way.transport, way.address, way.key) for way in segment.ways),
-        )
-        for segment in message.segments
-    )
+    segments = tuple(segment_of(segment) for segment in message.segments)
     sizes = np.array([segment.size_bytes for segment in segments], np.uint64)
     # Checked by their constructor: what a claim says is held to its own bounds before it is read.
     geometries = tuple(

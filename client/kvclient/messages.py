@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -15,11 +14,6 @@ from kvclient.representation import Identity, Part, identity_message, part_messa
 from kvclient.results import Attachment, Lease, Limits, Reservation
 from kvproto.kv.v1 import block_pb2, capabilities_service_pb2, lifecycle_service_pb2, session_service_pb2
 from kvservice.core.slots import U8, Slots
-
-
-def now_s() -> float:
-    """Return CLOCK_MONOTONIC, in seconds."""
-    return time.monotonic()
 
 
 def seconds(duration: Duration) -> float:

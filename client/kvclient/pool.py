@@ -68,7 +68,7 @@ class BlockPool:
         if not isinstance(tensors, list | tuple) or not tensors:
             kind = "empty" if isinstance(tensors, list | tuple) else f"a {type(tensors).__name__}"
             raise InvalidFieldError(f"tensors is {kind}; give a list of one at least")
-        found = [_located(tensor, index) for index, tensor in enumerate(tensors)]
+        found = [_Located(tensor, index) for index, tensor in enumerate(tensors)]
         counts = {each.blocks_count for each in found}
         if len(counts) != 1:
             raise InvalidFieldError(f"tensors have {sorted(counts)} blocks; give all the same number")
@@ -177,7 +177,3 @@ class _Located:
             return int(base.__array_interface__["data"][0]), int(base.nbytes)
         extent = (self.blocks_count - 1) * self.stride_bytes + self.block_bytes
         return self.address, extent
-
-
-def _located(tensor: Any, index: int) -> _Located:
-    return _Located(tensor, index)

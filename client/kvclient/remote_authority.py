@@ -14,7 +14,7 @@ from kvproto.kv.v1 import capabilities_service_pb2, transfer_service_pb2
 from kvservice.core.errors import KvError, MalformedError
 from kvservice.core.slots import I64, U32
 from kvservice.ports.methods import Method
-from kvservice.transports.ucx.arena_frames import segment_of
+from kvservice.transports.segment_messages import segment_of
 from kvservice.transports.ucx.arena_transport import RemoteGrant
 
 Answer = TypeVar("Answer", bound=Message)

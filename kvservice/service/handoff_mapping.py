@@ -10,12 +10,13 @@ from kvproto.kv.v1 import handoff_service_pb2, segment_service_pb2
 from kvservice.core import events
 from kvservice.core.answers import ClaimAnswer, HandoffAnswer, OfferAnswer, SegmentsAnswer
 from kvservice.core.block_geometry import BlockGeometry
-from kvservice.core.engine_memory import EngineSegment, KnownLayout, MemoryKind, SegmentWay, check_call
-from kvservice.core.errors import InvalidFieldError
+from kvservice.core.engine_memory import EngineSegment, KnownLayout, check_call
+from kvservice.core.errors import InvalidFieldError, MalformedError
 from kvservice.core.handoff_choice import HandoffPolicy
 from kvservice.core.records import HandoffState, Notice
 from kvservice.core.slots import U32, U64
-from kvservice.service.mapping import duration, lease_message, packed_u32, ttl_ns, u64_array
+from kvservice.service.mapping import duration, lease_message, packed_u32, packed_u64, ttl_ns, u64_array
+from kvservice.transports.segment_messages import layout_message, segment_message, segment_of
 
 LAYOUTS_REMEMBERED = 256
 """Descriptions of engines' memory; each is some kilobytes for a model with a tensor a layer."""
@@ -125,13 +126,11 @@ def _policy_of(value: int) -> HandoffPolicy:
 
 def _segment_of(message: segment_service_pb2.EngineSegment) -> EngineSegment:
     try:
-        kind = MemoryKind(message.memory_kind)
-    except ValueError:
+        return segment_of(message)
+    except MalformedError:
         raise InvalidFieldError(
             f"segments.memory_kind is {message.memory_kind}; it is 1 (host) or 2 (CUDA)"
         ) from None
-    ways = tuple(SegmentWay(way.transport, way.address, way.key) for way in message.ways)
-    return EngineSegment(message.base_address, message.size_bytes, kind, ways)
 
 
 def _layout_of(
@@ -152,13 +151,6 @@ def _layout_of(
         )
     except InvalidFieldError as error:
         raise InvalidFieldError(f"{name}: {error.message}") from None
-
-
-def packed_u64(packed: bytes, field: str) -> U64:
-    """Bytes of little-endian u64 to (n,) uint64."""
-    if len(packed) % 8:
-        raise InvalidFieldError(f"{field} has {len(packed)} bytes, which is no multiple of 8")
-    return np.frombuffer(packed, dtype=np.uint64)
 
 
 def _direct_source(answer: ClaimAnswer) -> handoff_service_pb2.DirectSource:
@@ -184,19 +176,9 @@ def _memory_of(layouts: tuple[KnownLayout, ...]) -> handoff_service_pb2.DirectSo
             if segment.segment_id not in places:
                 places[segment.segment_id] = len(places)
                 source.segment_ids.append(segment.segment_id)
-                _add_segment(source, segment.segment)
+                source.segments.append(segment_message(segment.segment))
         source.layouts.append(_layout_message(known, places))
     return source
-
-
-def _add_segment(source: handoff_service_pb2.DirectSource, segment: EngineSegment) -> None:
-    message = source.segments.add(
-        base_address=segment.base_address,
-        size_bytes=segment.size_bytes,
-        memory_kind=int(segment.memory_kind),
-    )
-    for way in segment.ways:
-        message.ways.add(transport=way.transport, address=way.address, key=way.key)
 
 
 def _layout_message(known: KnownLayout, places: dict[int, int]) -> segment_service_pb2.BlockLayout:
@@ -204,10 +186,4 @@ def _layout_message(known: KnownLayout, places: dict[int, int]) -> segment_servi
     moved: U32 = np.array(
         [places[known.segments[index].segment_id] for index in layout.segments.tolist()], dtype=np.uint32
     )
-    return segment_service_pb2.BlockLayout(
-        piece_segments=moved.tobytes(),
-        piece_offsets_bytes=layout.offsets.tobytes(),
-        piece_strides_bytes=layout.strides.tobytes(),
-        piece_lengths_bytes=layout.lengths.tobytes(),
-        blocks_count=layout.blocks_count,
-    )
+    return layout_message(layout, moved)

@@ -200,6 +200,13 @@ def packed_u32(packed: bytes, field: str) -> U32:
     return np.frombuffer(packed, dtype=np.uint32)
 
 
+def packed_u64(packed: bytes, field: str) -> U64:
+    """Bytes of little-endian u64 to (n,) uint64."""
+    if len(packed) % 8:
+        raise InvalidFieldError(f"{field} has {len(packed)} bytes, which is no multiple of 8")
+    return np.frombuffer(packed, dtype=np.uint64)
+
+
 def duration(nanoseconds: int) -> Duration:
     """Nanoseconds to Duration."""
     seconds, rest = divmod(nanoseconds, NANOSECONDS)

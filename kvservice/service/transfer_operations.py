@@ -18,7 +18,7 @@ from kvservice.engine.coordinator import Coordinator
 from kvservice.engine.ucx_arena import UcxArena
 from kvservice.ports.methods import Method
 from kvservice.service.mapping import duration, packed_u32, ttl_ns
-from kvservice.transports.ucx.arena_frames import segment_message
+from kvservice.transports.segment_messages import segment_message
 
 if TYPE_CHECKING:
     from kvservice.service.dispatcher import Caller

@@ -26,10 +26,10 @@ class ScriptedChild(ChildClient):
         )
         self.pid = self._process.pid
 
-    def tell(self, line: str) -> None:
-        """Write a line to it."""
+    def tell(self, *words: object) -> None:
+        """Write a line of words to it, and do not wait for an answer."""
         assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
+        self._process.stdin.write(" ".join(map(str, words)) + "\n")
         self._process.stdin.flush()
 
     def is_stopped(self) -> bool:

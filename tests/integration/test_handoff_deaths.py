@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 
@@ -31,13 +28,12 @@ from kvservice.transports.one_sided import EndpointSettings
 from kvservice.transports.ucx import why_not
 from tests.integration.daemon_process import (
     BLOCK_BYTES,
-    ROOT,
     WAIT_LIMIT_S,
     content,
     open_namespace,
-    plain_environment,
 )
 from tests.integration.handoff_child import BLOCKS, ON_LOOPBACK
+from tests.integration.scripted_child import ScriptedChild
 
 pytestmark = pytest.mark.skipif(bool(why_not(ON_LOOPBACK)), reason=why_not(ON_LOOPBACK))
 
@@ -50,58 +46,23 @@ SHORT_LEASES = {
 }
 
 
-class ChildEngine:
+class ChildEngine(ScriptedChild):
     """`handoff_child.py` as a process."""
 
     def __init__(self, endpoint: str, transports: str = "", ttl_s: float = 30.0) -> None:
-        command = [
-            sys.executable,
-            str(ROOT / "tests/integration/handoff_child.py"),
-            endpoint,
-            transports,
-            str(ttl_s),
-        ]
-        self._process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=plain_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.pid = self._process.pid
+        super().__init__("handoff_child.py", endpoint, transports, ttl_s)
         assert self.hear() == "ready"
-
-    def tell(self, *words: object) -> None:
-        """Ask for something, and do not wait for the answer."""
-        self._process.stdin.write(" ".join(map(str, words)) + "\n")
-        self._process.stdin.flush()
 
     def ask(self, *words: object) -> str:
         """Ask for something, and return the answer."""
         self.tell(*words)
         return self.hear()
 
-    def hear(self) -> str:
-        """Return the next line that the child writes."""
-        ready, _, _ = select.select([self._process.stdout], [], [], WAIT_LIMIT_S)
-        assert ready, "the child said nothing"
-        return self._process.stdout.readline().strip()
-
     def signal(self, number: int) -> None:
         """Send a signal; a stop has taken effect when this returns."""
-        self._process.send_signal(number)
+        super().signal(number)
         if number == signal.SIGSTOP:
             os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def kill(self) -> None:
-        """End it without warning, and wait until it is gone. Idempotent."""
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait(WAIT_LIMIT_S)
-        for stream in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
 
 
 @dataclass

@@ -20,13 +20,13 @@ from kvservice.native import ucx
 from kvservice.ports.one_sided import LentMemory, OneSided
 from kvservice.transports.one_sided import EndpointSettings, make_endpoint
 from kvservice.transports.rdma import usable_devices
+from kvservice.transports.segment_messages import segment_message
 from kvservice.transports.segments import Mapping
 from kvservice.transports.ucx.arena_frames import (
     LenderFacts,
     Packet,
     PacketKind,
     receive,
-    segment_message,
     send,
 )
 

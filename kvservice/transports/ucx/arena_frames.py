@@ -24,8 +24,9 @@ from typing import Self
 from google.protobuf.message import DecodeError
 
 from kvproto.kv.v1 import segment_service_pb2
-from kvservice.core.engine_memory import EngineSegment, MemoryKind, SegmentWay
+from kvservice.core.engine_memory import EngineSegment
 from kvservice.core.errors import MalformedError
+from kvservice.transports.segment_messages import segment_of
 
 PACKET_BYTES_MAX = 64 << 10
 """Eight ways of two kilobytes each, with room to spare; less than a socket's buffer."""
@@ -128,28 +129,6 @@ def receive(wire: socket.socket) -> tuple[Packet, list[int]] | None:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-
-
-def segment_message(segment: EngineSegment) -> segment_service_pb2.EngineSegment:
-    """Segment to message."""
-    message = segment_service_pb2.EngineSegment(
-        base_address=segment.base_address,
-        size_bytes=segment.size_bytes,
-        memory_kind=int(segment.memory_kind),  # type: ignore[arg-type]
-    )
-    for way in segment.ways:
-        message.ways.add(transport=way.transport, address=way.address, key=way.key)
-    return message
-
-
-def segment_of(message: segment_service_pb2.EngineSegment) -> EngineSegment:
-    """Message to segment. Raises MalformedError, InvalidFieldError."""
-    try:
-        kind = MemoryKind(message.memory_kind)
-    except ValueError as error:
-        raise MalformedError(f"memory of the kind {message.memory_kind} is not known here") from error
-    ways = tuple(SegmentWay(way.transport, way.address, way.key) for way in message.ways)
-    return EngineSegment(message.base_address, message.size_bytes, kind, ways)
 
 
 def parse_segment(body: bytes) -> EngineSegment:

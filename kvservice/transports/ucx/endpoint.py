@@ -249,7 +249,7 @@ class UcxEndpoint:
         except PeerUnavailableError:
             if len(self._lanes) == 1:
                 raise
-            now_ns = deadline_after(0.0)
+            now_ns = clock_ns()
             lane.statistics.add(
                 now_ns, now_ns, size_bytes=0, operations_count=0, errors_count=len(operations)
             )

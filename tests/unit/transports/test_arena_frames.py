@@ -8,13 +8,13 @@ import pytest
 from kvproto.kv.v1 import segment_service_pb2
 from kvservice.core.engine_memory import EngineSegment, MemoryKind, SegmentWay
 from kvservice.core.errors import InvalidFieldError, MalformedError
+from kvservice.transports.segment_messages import segment_message
 from kvservice.transports.ucx.arena_frames import (
     LenderFacts,
     Packet,
     PacketKind,
     parse_segment,
     receive,
-    segment_message,
     send,
 )
 
