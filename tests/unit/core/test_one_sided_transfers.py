@@ -314,7 +314,8 @@ def step(world, client, transfers, done, random_) -> None:
     draw = random_.random()
     if draw < 0.35:
         spaces = client.open()
-        number = random_.randrange(20)
+        # Out of many: one that is stored already is not granted, and a few would soon all be stored.
+        number = random_.randrange(1, 1_000_000)
         is_write = random_.random() < 0.5
         if is_write:
             capability = client.reserve(spaces, [number], ttl_s=random_.uniform(0.5, 5)).reservation_id
